@@ -1,0 +1,117 @@
+"""One option decides whose rooms the specs examine.
+
+pytest                       minidflash/   the reference
+pytest --mine                work/         yours
+pytest --rooms DIR           DIR/          anybody's (the grader and the gates use this)
+pytest --exercise 7.1        only the tests that mark exercise 7.1 (may be repeated)
+
+Set HYPOTHESIS_PROFILE to dev (default), ci, thorough or judge.
+"""
+
+import importlib
+import os
+import sys
+import types
+from pathlib import Path
+
+import hypothesis
+import jaxtyping
+import pytest
+import torch
+
+# Without a GPU the kernel's specs run in Triton's interpreter, which must be chosen before triton is imported.
+if (
+    "triton" not in sys.modules
+    and "TRITON_INTERPRET" not in os.environ
+    and not torch.cuda.is_available()
+):
+    os.environ["TRITON_INTERPRET"] = "1"
+
+torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it brings
+
+# Every shape in a room's signature is checked at run time, in the reference and in your own rooms.
+if os.environ.get("MINIDFLASH_SHAPES", "1") != "0":
+    jaxtyping.install_import_hook(["minidflash", "work"], "beartype.beartype")
+
+_CALM = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+_SAME = {"derandomize": True, "database": None, "print_blob": False}
+_FIND = [hypothesis.Phase.explicit, hypothesis.Phase.generate]  # a judge needs a failure, not a small one
+hypothesis.settings.register_profile("dev", max_examples=25, **_CALM)
+hypothesis.settings.register_profile("ci", max_examples=50, **_SAME, **_CALM)
+hypothesis.settings.register_profile("thorough", max_examples=2000, **_CALM)
+hypothesis.settings.register_profile("judge", max_examples=50, phases=_FIND, **_SAME, **_CALM)
+hypothesis.settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
+)
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("minidflash")
+    group.addoption("--mine", action="store_true", help="examine work/ instead of minidflash/")
+    group.addoption("--rooms", metavar="DIR", help="examine the rooms in DIR")
+    group.addoption("--exercise", action="append", metavar="N.M", help="only this exercise's tests")
+
+
+def rooms_folder(config) -> Path | None:
+    """The folder whose rooms are examined; None for the reference."""
+    if config.getoption("--rooms"):
+        return Path(config.getoption("--rooms")).resolve()
+    return config.rootpath / "work" if config.getoption("--mine") else None
+
+
+def room_name(module_name: str) -> str | None:
+    """tests/test_07_verify.py is about the room verify; other test files are about no room."""
+    parts = module_name.rpartition(".")[2].split("_", 2)
+    return parts[2] if len(parts) == 3 and parts[0] == "test" and parts[1].isdigit() else None
+
+
+def pytest_configure(config):
+    folder = rooms_folder(config)
+    if folder is None:
+        return
+    # `work` is the package whose only folder is the one under examination.
+    package = types.ModuleType("work")
+    package.__path__ = [str(folder)]
+    sys.modules["work"] = package
+    if config.args_source is not pytest.Config.ArgsSource.ARGS:
+        config.args = sorted(str(p) for p in (config.rootpath / "tests").glob("test_[0-9][0-9]_*.py"))
+
+
+def pytest_collection_modifyitems(config, items):
+    folder, wanted = rooms_folder(config), config.getoption("--exercise")
+
+    def keep(item):
+        if wanted:
+            marks = {label for mark in item.iter_markers("exercise") for label in mark.args}
+            return bool(marks & set(wanted))
+        if folder is not None and config.args_source is not pytest.Config.ArgsSource.ARGS:
+            name = room_name(item.module.__name__)
+            return name is not None and (folder / f"{name}.py").exists()
+        return True
+
+    dropped = [item for item in items if not keep(item)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if keep(item)]
+
+
+@pytest.fixture(scope="module")  # hypothesis refuses function-scoped fixtures
+def room(request):
+    """The module a spec is about: minidflash.verify for tests/test_07_verify.py, or yours."""
+    name = room_name(request.module.__name__)
+    folder = rooms_folder(request.config)
+    if folder is None:
+        return importlib.import_module(f"minidflash.{name}")
+    path = folder / f"{name}.py"
+    if not path.exists():
+        pytest.fail(
+            f"{path.parent.name}/{name}.py does not exist yet; make it with:  python -m minidflash start {name}",
+            pytrace=False,
+        )
+    try:
+        return importlib.import_module(f"work.{name}")
+    except (Exception, SystemExit) as error:
+        pytest.fail(
+            f"{path.parent.name}/{name}.py does not import: {type(error).__name__}: {error}",
+            pytrace=False,
+        )
