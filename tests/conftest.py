@@ -19,7 +19,7 @@ import jaxtyping
 import pytest
 import torch
 
-# Without a GPU the kernel's specs run in Triton's interpreter, which must be chosen before triton is imported.
+# Without a GPU the kernel's specs run in Triton's interpreter, chosen before triton is imported.
 if (
     "triton" not in sys.modules
     and "TRITON_INTERPRET" not in os.environ
@@ -35,7 +35,8 @@ if os.environ.get("MINIDFLASH_SHAPES", "1") != "0":
 
 _CALM = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 _SAME = {"derandomize": True, "database": None, "print_blob": False}
-_FIND = [hypothesis.Phase.explicit, hypothesis.Phase.generate]  # a judge needs a failure, not a small one
+# A judge needs a failure, not the smallest one.
+_FIND = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
 hypothesis.settings.register_profile("dev", max_examples=25, **_CALM)
 hypothesis.settings.register_profile("ci", max_examples=50, **_SAME, **_CALM)
 hypothesis.settings.register_profile("thorough", max_examples=2000, **_CALM)
@@ -74,7 +75,9 @@ def pytest_configure(config):
     package.__path__ = [str(folder)]
     sys.modules["work"] = package
     if config.args_source is not pytest.Config.ArgsSource.ARGS:
-        config.args = sorted(str(p) for p in (config.rootpath / "tests").glob("test_[0-9][0-9]_*.py"))
+        config.args = sorted(
+            str(p) for p in (config.rootpath / "tests").glob("test_[0-9][0-9]_*.py")
+        )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -105,7 +108,8 @@ def room(request):
     path = folder / f"{name}.py"
     if not path.exists():
         pytest.fail(
-            f"{path.parent.name}/{name}.py does not exist yet; make it with:  python -m minidflash start {name}",
+            f"{path.parent.name}/{name}.py does not exist yet; make it with:  "
+            f"python -m minidflash start {name}",
             pytrace=False,
         )
     try:

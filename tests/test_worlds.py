@@ -15,7 +15,10 @@ def test_a_fake_target_answers_alike_with_and_without_a_cache(tokens, data):
     ids = torch.tensor([tokens])
     whole = target.forward(ids, taps=(1, 3))
     cache = cached.new_cache()
-    parts = [cached.forward(ids[:, :cut], cache, (1, 3)), cached.forward(ids[:, cut:], cache, (1, 3))]
+    parts = [
+        cached.forward(ids[:, :cut], cache, (1, 3)),
+        cached.forward(ids[:, cut:], cache, (1, 3)),
+    ]
     for one, first, second in zip(whole, *parts, strict=True):
         assert torch.equal(one, torch.cat([first, second], 1))
     assert cached.forwards == 2 and sum(cached.fed, []) == list(range(len(tokens)))
@@ -34,7 +37,7 @@ def test_a_stale_cache_changes_the_answer():
 
 @given(texts(5))
 def test_logits_have_no_ties(prefix):
-    """No two logits of a fake target's row are equal, so its greedy choice is never a matter of taste."""
+    """No two logits of a fake target's row are equal, so its choice is never a matter of taste."""
     target = CountingTarget()
     row = target.logits_after(prefix)
     assert len(set(row.tolist())) == 5 and int(row.argmax()) == target.rule(prefix)

@@ -58,8 +58,8 @@ class CountingTarget:
         forwards: calls of ``forward``.
         fed: for each call, the positions of the tokens that were fed.
 
-    Tap L of position p holds (p, token, L, 0, ...): features that a test can read. ``embed`` is one-hot
-    and ``head`` the identity, so hidden_size equals vocab_size.
+    Tap L of position p holds (p, token, L, 0, ...): features that a test can read. ``embed`` is
+    one-hot and ``head`` the identity, so hidden_size equals vocab_size.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class CountingTarget:
         return hidden
 
     def logits_after(self, prefix: list[int]) -> torch.Tensor:
-        """Logits [V] of the token after a prefix. Either log-probabilities or a staircase from the rule."""
+        """Logits [V] of the token after a prefix: log-probabilities, or a staircase."""
         if self.law is not None:
             return torch.tensor(self.law(prefix), dtype=torch.float64).log()
         vocab, best = self.config.vocab_size, self.rule(prefix)
@@ -106,7 +106,9 @@ class CountingTarget:
         for b, tokens in enumerate(ids.tolist()):
             prefix = [] if cache is None else list(cache.tokens)
             for t, token in enumerate(tokens):
-                assert 0 <= token < self.config.vocab_size, f"token {token} is no word of this world"
+                assert 0 <= token < self.config.vocab_size, (
+                    f"token {token} is no word of this world"
+                )
                 prefix.append(token)
                 rows.append(self.logits_after(prefix))
                 for n, tap in enumerate(taps):
@@ -153,12 +155,13 @@ class FakeDrafter:
         assert tuple(features.shape) == (len(tokens), width), (
             f"{len(tokens)} tokens were committed with features {tuple(features.shape)}"
         )
-        for offset, token in enumerate(tokens):  # CountingTarget's features say where they come from
+        # CountingTarget's features say where they come from.
+        for offset, token in enumerate(tokens):
             for n, tap in enumerate(self.taps):
                 seen = features[offset, n * self.hidden_size :][:3].tolist()
                 assert seen == [len(self.committed), token, tap], (
-                    f"position {len(self.committed)}, token {token}, tap {tap} came with the features of "
-                    f"position {seen[0]:g}, token {seen[1]:g}, tap {seen[2]:g}"
+                    f"position {len(self.committed)}, token {token}, tap {tap} came with the features "
+                    f"of position {seen[0]:g}, token {seen[1]:g}, tap {seen[2]:g}"
                 )
             self.committed.append(token)
         self.commits.append(len(tokens))
@@ -178,7 +181,9 @@ def perfect(target: CountingTarget, block_size: int = 4, taps: tuple[int, ...] =
     )
 
 
-def hopeless(target: CountingTarget, block_size: int = 4, taps: tuple[int, ...] = ()) -> FakeDrafter:
+def hopeless(
+    target: CountingTarget, block_size: int = 4, taps: tuple[int, ...] = ()
+) -> FakeDrafter:
     """A drafter whose first guess is always wrong."""
     vocab = target.config.vocab_size
 
