@@ -1,1 +1,1 @@
-"""Everything around the lesson: models, text, recipes, pictures and the machinery of the course."""
+"""Everything around the lesson; rooms never import it."""
