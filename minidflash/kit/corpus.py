@@ -1,7 +1,8 @@
 """Wild text: the standard library's own sources, which every Python has.
 
-Nothing is downloaded. The files are those of the Python that runs, so they differ a little between Python versions;
-the split is by file, from the SHA-256 of its path below the library's folder, so a file is never in both splits.
+Nothing is downloaded. The files are those of the Python that runs, so they differ a little between
+Python versions. The split is by file, from the SHA-256 of its path below the library's folder, so a
+file is never in both splits.
 """
 
 import hashlib
@@ -9,18 +10,20 @@ import re
 import sysconfig
 from pathlib import Path
 
-from minidflash.kit.world import SPLITS, Dice
+from minidflash.kit.world import Dice, check_split
 
 HELD_OUT_BUCKETS = 20
 LEFT_OUT = frozenset(
-    "test tests idlelib encodings lib2to3 __pycache__ site-packages dist-packages pydoc_data turtledemo ensurepip"
-    " lib-dynload".split()
+    "test tests idlelib encodings lib2to3 __pycache__ site-packages dist-packages pydoc_data"
+    " turtledemo ensurepip lib-dynload".split()
 )
-GENERATED = frozenset("html/entities.py token.py keyword.py _markupbase.py __phello__.foo.py sre_constants.py".split())
+GENERATED = frozenset(
+    "html/entities.py token.py keyword.py _markupbase.py __phello__.foo.py sre_constants.py".split()
+)
 
 
 def is_held_out(path: str) -> bool:
-    """Whether the file at this path (below the library's folder, with `/`) is held out: about one in twenty."""
+    """Whether the file at this path below the library's folder is held out: about one in twenty."""
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") % HELD_OUT_BUCKETS == 0
 
 
@@ -28,7 +31,9 @@ def _wanted(path: Path) -> bool:
     name = path.as_posix()
     if LEFT_OUT & set(path.parts) or name in GENERATED:
         return False
-    return not any(part.startswith(("config-", "_sysconfigdata", "__phello__")) for part in path.parts)
+    return not any(
+        part.startswith(("config-", "_sysconfigdata", "__phello__")) for part in path.parts
+    )
 
 
 def _is_prose(text: str) -> bool:
@@ -41,19 +46,23 @@ def _is_prose(text: str) -> bool:
 def wild_files(split: str, folder: str | Path | None = None) -> list[tuple[str, str]]:
     """Return (path, text) of each source file of a split, sorted by path.
 
-    Tests, idlelib, the encodings' tables, installed packages and generated data are left out. Newlines are `\\n`.
+    Tests, idlelib, the encodings' tables, installed packages and generated data are left out. Every
+    line ends in a plain line feed.
 
     Args:
         split: "train" or "held_out".
         folder: where to look; the running Python's standard library if not given.
 
     Raises:
-        ValueError: for an unknown split.
+        ValueError: for an unknown split, or when the folder has no such file.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split is {split!r}; allowed are {', '.join(map(repr, SPLITS))}")
+    check_split(split)
     root = Path(folder) if folder is not None else Path(sysconfig.get_paths()["stdlib"])
-    found = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py") if _wanted(path.relative_to(root)))
+    found = sorted(
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if _wanted(path.relative_to(root))
+    )
     chosen = []
     for name in found:
         if is_held_out(name) == (split == "held_out"):
@@ -61,6 +70,8 @@ def wild_files(split: str, folder: str | Path | None = None) -> list[tuple[str, 
             text = text.replace("\r\n", "\n").replace("\r", "\n")
             if _is_prose(text):
                 chosen.append((name, text))
+    if not chosen:
+        raise ValueError(f"folder is {str(root)!r}; it holds no {split} source files")
     return chosen
 
 
@@ -69,10 +80,13 @@ def wild_text(split: str, folder: str | Path | None = None) -> str:
     return "\n".join(text for _, text in wild_files(split, folder))
 
 
-def wild_prompts(count: int, seed: int = 0, split: str = "held_out", folder: str | Path | None = None) -> list[str]:
+def wild_prompts(
+    count: int, seed: int = 0, split: str = "held_out", folder: str | Path | None = None
+) -> list[str]:
     """Return prompts of 150 to 400 characters that stop in the middle of real Python.
 
-    Each is a run of whole lines of one file and ends after a `def` line and the first line of its docstring.
+    Each is a run of whole lines of one file and ends after a `def` line and the first line of its
+    docstring.
 
     Args:
         count: how many prompts; all different.
@@ -96,5 +110,7 @@ def wild_prompts(count: int, seed: int = 0, split: str = "held_out", folder: str
                     places.append("\n".join(lines[start : i + 1]).lstrip("\n") + "\n")
     places = sorted({place for place in places if len(place) >= 150})
     if not 0 <= count <= len(places):
-        raise ValueError(f"count is {count}; the {split} files have {len(places)} places for a prompt")
+        raise ValueError(
+            f"count is {count}; the {split} files have {len(places)} places for a prompt"
+        )
     return Dice(f"wild prompts {seed}").sample(places, count)

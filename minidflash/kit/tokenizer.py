@@ -1,7 +1,9 @@
-"""One byte-level BPE tokenizer for all four kinds of text, and the token streams that training reads.
+"""One byte-level BPE tokenizer for all four kinds of text, and the token streams of training.
 
-`python -m minidflash.kit.tokenizer` trains it and writes it to `kit/weights/target/`. Digits stand alone, so that 47
-is always the tokens 4 and 7: sums can be learnt digit by digit. Every text survives encode and decode unchanged.
+`python -m minidflash.kit.tokenizer` trains it and writes it to `kit/weights/target/`. Digits stand
+alone, so that 47 is always the tokens 4 and 7: sums can be learnt digit by digit. Every text comes
+back from encode and decode unchanged. The wild third of its training text is the standard library
+of the Python that runs; the shipped one was made with Python 3.11.
 """
 
 import itertools
@@ -15,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from minidflash.kit.corpus import wild_files
-from minidflash.kit.world import END, KINDS, Dice, document, documents
+from minidflash.kit.world import END, KINDS, Dice, check_split, document, documents
 
 MASK = "<|mask|>"
 END_ID, MASK_ID = 0, 1
@@ -24,7 +26,9 @@ SHARES = {"maths": 0.25, "code": 0.25, "chat": 0.15, "wild": 0.35}
 CHUNK = 1600  # characters of one piece of wild text, roughly
 
 
-def train_tokenizer(size: int = 1024, world_documents: int = 20_000, seed: int = 0) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    size: int = 1024, world_documents: int = 20_000, seed: int = 0
+) -> PreTrainedTokenizerFast:
     """Train the tokenizer: two thirds of the characters from the world, one third wild.
 
     Args:
@@ -47,7 +51,10 @@ def train_tokenizer(size: int = 1024, world_documents: int = 20_000, seed: int =
         room -= len(piece)
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     bpe.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -56,7 +63,11 @@ def train_tokenizer(size: int = 1024, world_documents: int = 20_000, seed: int =
     )
     bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=END, pad_token=END, mask_token=MASK, clean_up_tokenization_spaces=False
+        tokenizer_object=bpe,
+        eos_token=END,
+        pad_token=END,
+        mask_token=MASK,
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -66,7 +77,7 @@ def load_tokenizer(path: str | Path | None = None) -> Any:
 
 
 def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json`, in the spelling that transformers 4 and 5 both read."""
+    """Write `tokenizer.json` and `tokenizer_config.json`, in the oldest spelling of the class."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(str(folder))
@@ -77,11 +88,13 @@ def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
         "mask_token": MASK,
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def _wild_chunks(split: str, seed: int, epoch: int) -> list[tuple[str, str]]:
-    """The split's files cut at line ends into pieces of about `CHUNK` characters, shuffled; new cuts every epoch."""
+    """The files cut at line ends into pieces of about `CHUNK` characters, anew in every epoch."""
     dice = Dice(f"wild/{split}/{seed}/{epoch}")
     pieces = []
     for name, text in wild_files(split):
@@ -100,36 +113,48 @@ def _wild_chunks(split: str, seed: int, epoch: int) -> list[tuple[str, str]]:
 
 def _texts(kind: str, split: str, seed: int) -> Iterator[str]:
     if kind == "wild":
-        return (piece for epoch in itertools.count() for _, piece in _wild_chunks(split, seed, epoch))
+        return (
+            piece for epoch in itertools.count() for _, piece in _wild_chunks(split, seed, epoch)
+        )
     return (document(kind, split, index, seed).text for index in itertools.count())
 
 
 def token_stream(
-    tokenizer: Any, split: str, seed: int = 0, count: int = 1_000_000, shares: Mapping[str, float] = SHARES
+    tokenizer: Any,
+    split: str,
+    seed: int = 0,
+    count: int = 1_000_000,
+    shares: Mapping[str, float] = SHARES,
 ) -> np.ndarray:
     """Return about `count` tokens of whole documents in random order, `<|endoftext|>` after each.
 
-    Wild files are cut at line ends into pieces of about 1600 characters; a second pass over them cuts elsewhere.
+    Wild files are cut at line ends into pieces of about 1600 characters; a second pass over them
+    cuts elsewhere.
 
     Args:
         tokenizer: what `load_tokenizer` returns.
         split: "train" or "held_out".
         seed: another seed, other documents.
-        count: tokens wanted, [1, ...]; the last document of each kind is kept whole, so there are a few more.
+        count: tokens wanted; the last document of each kind is kept whole, so there are a few more.
         shares: how much of each kind, by tokens; need not sum to 1.
 
     Returns:
         uint16 [T], T >= count.
 
     Raises:
-        ValueError: for an unknown split or kind, an empty count or a share below 0.
+        ValueError: for an unknown split or kind, a count below 1, a share below 0, or all shares 0.
     """
+    check_split(split)
     if count < 1:
         raise ValueError(f"count is {count}; allowed is 1 or more")
     for kind, share in shares.items():
         if kind not in (*KINDS, "wild") or share < 0:
-            raise ValueError(f"shares has {kind!r}: {share}; allowed are maths, code, chat and wild, each 0 or more")
+            raise ValueError(
+                f"shares has {kind!r}: {share}; allowed are maths, code, chat and wild, 0 or more"
+            )
     total, backend, parts = sum(shares.values()), tokenizer.backend_tokenizer, []
+    if not total:
+        raise ValueError(f"shares is {dict(shares)!r}; at least one must be above 0")
     for kind, share in shares.items():
         wanted, texts = share / total * count, _texts(kind, split, seed)
         while wanted > 0:
@@ -151,8 +176,10 @@ def packed_rows(
     length: int = 256,
     shares: Mapping[str, float] = SHARES,
 ) -> np.ndarray:
-    """Return `token_stream` cut into rows, uint16 [rows length]; a document may go on in the next row."""
-    return token_stream(tokenizer, split, seed, rows * length, shares)[: rows * length].reshape(rows, length)
+    """Return `token_stream` in rows, uint16 [rows length]; a document may go on in the next."""
+    return token_stream(tokenizer, split, seed, rows * length, shares)[: rows * length].reshape(
+        rows, length
+    )
 
 
 def main() -> None:
