@@ -124,7 +124,7 @@ def token_stream(
     split: str,
     seed: int = 0,
     count: int = 1_000_000,
-    shares: Mapping[str, float] = SHARES,
+    shares: Mapping[str, float | int] = SHARES,
 ) -> np.ndarray:
     """Return about `count` tokens of whole documents in random order, `<|endoftext|>` after each.
 
@@ -174,7 +174,7 @@ def packed_rows(
     seed: int = 0,
     rows: int = 1000,
     length: int = 256,
-    shares: Mapping[str, float] = SHARES,
+    shares: Mapping[str, float | int] = SHARES,
 ) -> np.ndarray:
     """Return `token_stream` in rows, uint16 [rows length]; a document may go on in the next."""
     return token_stream(tokenizer, split, seed, rows * length, shares)[: rows * length].reshape(
