@@ -1,0 +1,111 @@
+"""Room 13 · anchors: random anchors, packed blocks, and who may look at whom in training.
+
+Uses   torch.
+Gives  sample_anchors, block_positions, block_inputs, block_labels, may_attend, training_mask.
+Knows nothing of models: rows of ids come in; ids, labels and masks go out.
+
+Axes   R rows (documents), S positions of a row, N blocks per row, B slots per block, anchor first.
+A row that has fewer than N usable anchors is filled with PADDING, whose blocks see and add nothing.
+"""
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+PADDING = -1
+
+
+# exercise 13.1
+def sample_anchors(
+    loss_mask: Bool[Tensor, "R S"], count: int, generator: torch.Generator | None = None
+) -> Int[Tensor, "R N"]:
+    """Draw up to `count` different anchors per row, in rising order (DFlash, sec. 4.2).
+
+    `loss_mask` is True where a token was written by the target. A position may be an anchor when
+    the token after it carries loss, so that the block has at least one slot to learn from.
+
+    Raises:
+        ValueError: `count` is below 1.
+    """
+    if count < 1:
+        raise ValueError(f"count={count} must be at least 1")
+    # The anchor itself may be the prompt's last token: that is how every answer begins.
+    usable = torch.zeros_like(loss_mask)
+    usable[:, :-1] = loss_mask[:, 1:]
+    # Give every position a random number and take the largest usable ones: without replacement.
+    lot = torch.rand(loss_mask.shape, generator=generator).to(loss_mask.device)
+    lot = lot.masked_fill(~usable, -1.0)
+    drawn, anchors = lot.topk(min(count, lot.shape[1]), dim=1)
+    # Sorted anchors keep the mask's tiles together; padding goes last.
+    past_the_end = loss_mask.shape[1]
+    anchors = anchors.masked_fill(drawn < 0, past_the_end).sort(dim=1).values
+    return anchors.masked_fill(anchors == past_the_end, PADDING)
+
+
+def block_positions(anchors: Int[Tensor, "R N"], block_size: int) -> Int[Tensor, "R N*B"]:
+    """Absolute positions: block n sits at anchor_n, anchor_n + 1, ... (a padding block at 0)."""
+    slots = torch.arange(block_size, device=anchors.device)
+    return (anchors.clamp_min(0)[..., None] + slots).flatten(1)
+
+
+def _at(ids: Tensor, positions: Tensor) -> Tensor:
+    """`ids[r, positions[r]]`, where positions past the end read the last id."""
+    return ids.gather(1, positions.clamp_max(ids.shape[1] - 1))
+
+
+# exercise 13.2
+def block_inputs(
+    ids: Int[Tensor, "R S"], anchors: Int[Tensor, "R N"], block_size: int, mask_token_id: int
+) -> Int[Tensor, "R N*B"]:
+    """What the drafter is shown: the clean anchor, then B - 1 masks, for every block."""
+    shown = torch.full((*anchors.shape, block_size), mask_token_id, device=ids.device)
+    shown[..., 0] = _at(ids, anchors.clamp_min(0))
+    return shown.flatten(1)
+
+
+# exercise 13.3
+def block_labels(
+    ids: Int[Tensor, "R S"], anchors: Int[Tensor, "R N"], block_size: int,
+    loss_mask: Bool[Tensor, "R S"],
+) -> tuple[Int[Tensor, "R N B-1"], Bool[Tensor, "R N B-1"]]:
+    """The token AT each masked slot's own position, and whether it counts. No shift (case F2).
+
+    Slot 0 is the anchor: it is given, so it has no label. A slot counts when its token exists and
+    was written by the target.
+    """
+    positions = block_positions(anchors, block_size).unflatten(1, (-1, block_size))[..., 1:]
+    labels = _at(ids, positions.flatten(1)).view_as(positions)
+    wanted = _at(loss_mask, positions.flatten(1)).view_as(positions)
+    # Past the end there is nothing to learn, and a padding block learns nothing at all.
+    return labels, wanted & (positions < ids.shape[1]) & (anchors != PADDING)[..., None]
+
+
+# exercise 13.4
+def may_attend(
+    anchor: Int[Tensor, "*#A"], q_block: Int[Tensor, "*#A"],
+    k_block: Int[Tensor, "*#A"], k_position: Int[Tensor, "*#A"],
+) -> Bool[Tensor, "*A"]:
+    """The one rule of training: a slot sees the context before its anchor, and its own block.
+
+    `anchor` and `q_block` belong to the asking slot. `k_block` is -1 for a context row, whose
+    position is `k_position`. Positions decide, never the order of blocks: anchors may be closer
+    together than B, and a later block must not see features that an earlier one covers (case F1).
+    """
+    # context = k < anchor, strictly: the target has not been fed the anchor yet.  (eq. 13.1)
+    context = (k_block < 0) & (k_position < anchor)
+    # own = same block, both directions                                            (eq. 13.2)
+    own = k_block == q_block
+    return (context | own) & (anchor != PADDING)
+
+
+def training_mask(
+    anchors: Int[Tensor, "R N"], block_size: int, context_length: int
+) -> Bool[Tensor, "R N*B S+N*B"]:
+    """`may_attend` for every slot (rows) and key (columns: S context rows, then the blocks)."""
+    device, blocks = anchors.device, anchors.shape[1]
+    own = torch.arange(blocks, device=device).repeat_interleave(block_size)  # N*B
+    no_block = torch.full((context_length,), -1, device=device)
+    k_block = torch.cat([no_block, own])
+    k_position = torch.arange(len(k_block), device=device)  # only read where k_block is -1
+    anchor = anchors.repeat_interleave(block_size, dim=1)  # R N*B
+    return may_attend(anchor[..., None], own[None, :, None], k_block, k_position)

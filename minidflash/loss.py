@@ -1,0 +1,68 @@
+"""Room 14 · loss: cross-entropy that cares most about the first guesses.
+
+Uses   torch.
+Gives  decay_weights, default_gamma, decayed_loss_sums, decayed_cross_entropy.
+Knows nothing of anchors or positions: N blocks of B - 1 guesses come in, one number goes out.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+def default_gamma(block_size: int) -> float:
+    """The paper's gamma, in slots: 7, 5, 4 for B = 16, 10, 8 (DFlash, A.1).
+
+    Raises:
+        ValueError: the paper names none for this block size. Choose one; none is not a default.
+    """
+    known = {16: 7.0, 10: 5.0, 8: 4.0}
+    if block_size not in known:
+        raise ValueError(f"block_size={block_size}: the paper has gammas for {sorted(known)}; "
+                         "pass gamma yourself (float('inf') for no decay)")
+    return known[block_size]
+
+
+# exercise 14.1
+def decay_weights(block_size: int, gamma: float) -> Float[Tensor, "B-1"]:
+    """Weights of the B - 1 masked slots; the first is 1. The anchor (k = 0) carries no loss.
+
+    A wrong guess at slot k throws away everything behind it, so early slots decide more.
+
+    Raises:
+        ValueError: gamma is not positive, or the block has no masked slot.
+    """
+    if block_size < 2 or not gamma > 0:
+        raise ValueError(f"block_size={block_size} must be at least 2 and gamma={gamma} above 0")
+    # w_k = exp(-(k - 1) / gamma),   k = 1 .. B - 1                 (DFlash, eq. 4)  (eq. 14.1)
+    k = torch.arange(1, block_size)
+    return torch.exp(-(k - 1) / gamma)
+
+
+# exercise 14.2
+def decayed_loss_sums(
+    logits: Float[Tensor, "N B-1 V"], labels: Int[Tensor, "N B-1"],
+    valid: Bool[Tensor, "N B-1"], gamma: float,
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """(sum of w * CE, sum of w), over valid slots. Kept apart so that batches can be added up."""
+    # ell_{n,k} = -log p_{n,k}(label), a sum over the vocabulary in at least float32.
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    ce = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    w = decay_weights(labels.shape[1] + 1, gamma).to(ce) * valid
+    # numerator = sum_{n,k} w_k ell_{n,k};  denominator = sum_{n,k} w_k             (eq. 14.2)
+    return (w * ce).sum(), w.sum()
+
+
+# exercise 14.3
+def decayed_cross_entropy(
+    logits: Float[Tensor, "N B-1 V"], labels: Int[Tensor, "N B-1"],
+    valid: Bool[Tensor, "N B-1"], gamma: float,
+) -> Float[Tensor, ""]:
+    """The weighted mean. Divided by the weights, not by the count: CE = 2 everywhere gives 2.
+
+    With no valid slot at all the loss is 0, with zero gradient.
+    """
+    total, weight = decayed_loss_sums(logits, labels, valid, gamma)
+    # L = sum w ell / sum w                                                        (eq. 14.3)
+    return total / weight.clamp_min(torch.finfo(weight.dtype).tiny)

@@ -1,0 +1,152 @@
+"""Room 08 · speculate: the one draft-and-verify loop, for any drafter.
+
+Uses   rooms 03, 07.    Gives  Drafter, Round, Generation, speculate, NGramDrafter.
+Knows nothing of how a drafter guesses. Whatever it guesses, the output is the target's own.
+"""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minidflash.greedy import check_request, trim
+from minidflash.verify import Draft, Verdict, token_law, verify_greedy, verify_sampled
+
+
+class Drafter:
+    """Whatever proposes tokens. As it stands it never guesses: the loop is then plain decoding."""
+
+    block_size: int = 1  # B: the anchor and up to B - 1 guesses
+    taps: tuple[int, ...] = ()  # target layers whose outputs `commit` wants to see
+
+    def begin(self, capacity: int) -> None:
+        """A new sequence of at most `capacity` positions starts: forget the old one."""
+
+    def commit(self, tokens: list[int], features: Tensor) -> None:
+        """These positions are settled; each comes once, in order, with its features [n F]."""
+
+    def propose(self, anchor: int, count: int) -> Draft:
+        """Up to `count` guesses for the places after `anchor`, the one token not yet fed."""
+        return Draft([])
+
+
+class Round(NamedTuple):
+    """One draft and one verification."""
+
+    proposed: list[int]
+    accepted: int
+    emitted: list[int]  # the tokens written, the bonus included
+    draft_seconds: float  # the drafter's part: proposing, and taking in what was settled
+    verify_seconds: float  # the target's forward and the verdict
+
+
+@dataclass
+class Generation:
+    """The new tokens, one record per round, and why it ended."""
+
+    tokens: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    stop: str = "length"
+    prefill_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def target_forwards(self) -> int:
+        """The prefill and one per round."""
+        return len(self.rounds) + bool(self.tokens)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens written per round, the bonus included. The prefill's token is not counted."""
+        # tau = sum_r emitted_r / rounds                                           (eq. 08.1)
+        return sum(len(r.emitted) for r in self.rounds) / max(1, len(self.rounds))
+
+
+# exercise 8.1
+@torch.no_grad()
+def speculate(
+    target: Any,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+    temperature: float = 0.0,  # 0 is greedy
+    generator: torch.Generator | None = None,
+    on_round: Callable[[Round], None] | None = None,
+) -> Generation:
+    """Leviathan et al., Alg. 1, for any drafter and either verifier of room 07.
+
+    Raises ValueError: see `check_request` (room 03) and `token_law` (room 07).
+    """
+    check_request(target, prompt, max_new_tokens, stop_ids)
+    token_law(torch.zeros(1, 1), temperature)  # refuses a bad temperature now, not later
+    clock, begin, out = time.perf_counter, time.perf_counter(), Generation()
+    if max_new_tokens == 0:
+        return out
+
+    def verify(draft: list[int], logits: Tensor) -> Verdict:
+        if temperature == 0:
+            return verify_greedy(draft, logits)
+        return verify_sampled(draft, logits, temperature, generator)
+
+    # Prefill: the whole prompt passes the target once. Verifying an empty draft picks token one.
+    capacity = len(prompt) + max_new_tokens + drafter.block_size
+    cache = target.new_cache(capacity)
+    drafter.begin(capacity)
+    logits, features = target.forward(torch.tensor([list(prompt)]), cache, drafter.taps)
+    out.tokens, reason = trim([verify([], logits[0, -1:]).bonus], max_new_tokens, stop_ids)
+    drafter.commit(list(prompt), features[0])
+    out.prefill_seconds = clock() - begin
+    while reason is None:
+        # Draft: the last token written is the anchor; the target has not been fed it yet.
+        # At most room - 1 guesses are of use, since the bonus token takes a place too.
+        t0, start, room = clock(), cache.length, max_new_tokens - len(out.tokens)
+        anchor = out.tokens[-1]
+        draft = drafter.propose(anchor, min(drafter.block_size, room) - 1)
+        # Verify: anchor and guesses pass the target together, in one forward.
+        t1 = clock()
+        block = torch.tensor([[anchor, *draft.tokens]])
+        logits, features = target.forward(block, cache, drafter.taps)
+        (accepted, bonus), t2 = verify(draft.tokens, logits[0]), clock()
+        # Commit: both sides forget the guesses that failed. The bonus token is the next anchor.
+        cache.truncate(start + accepted + 1)
+        settled = [anchor, *draft.tokens[:accepted]]
+        drafter.commit(settled, features[0, : accepted + 1])
+        t3 = clock()
+        emitted, reason = trim([*settled[1:], bonus], room, stop_ids)
+        out.tokens += emitted
+        accepted = min(accepted, len(emitted))
+        out.rounds.append(Round(draft.tokens, accepted, emitted, t1 - t0 + t3 - t2, t2 - t1))
+        if on_round is not None:
+            on_round(out.rounds[-1])
+    out.stop, out.seconds = reason, clock() - begin
+    return out
+
+
+class NGramDrafter(Drafter):
+    """Prompt lookup: find the last tokens earlier in the text, propose what followed there."""
+
+    def __init__(self, block_size: int, longest: int = 3):
+        if block_size < 2 or longest < 1:
+            raise ValueError(f"block_size={block_size}, longest={longest}: at least 2 and 1")
+        self.block_size, self.longest, self.seen = block_size, longest, []
+
+    def begin(self, capacity):  # noqa: D102
+        self.seen = []
+
+    def commit(self, tokens, features):  # noqa: D102
+        self.seen += tokens  # the text is all it needs
+
+    # exercise 8.2
+    def propose(self, anchor, count):
+        """The longest match wins; among equals the latest."""
+        text = [*self.seen, anchor]
+        # Look for the last n tokens, from the end backwards, not counting the end itself.
+        for n in range(min(self.longest, len(text) - 1), 0, -1):
+            for place in range(len(text) - n - 1, -1, -1):
+                if text[place : place + n] == text[-n:]:
+                    return Draft(text[place + n : place + n + count])
+        return Draft([])
