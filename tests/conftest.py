@@ -10,6 +10,7 @@ Set HYPOTHESIS_PROFILE to dev (default), ci, thorough or judge.
 
 import importlib
 import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -18,6 +19,9 @@ import hypothesis
 import jaxtyping
 import pytest
 import torch
+from beartype import BeartypeConf, beartype
+
+import minidflash
 
 # Without a GPU the kernel's specs run in Triton's interpreter, chosen before triton is imported.
 if (
@@ -30,8 +34,12 @@ if (
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it brings
 
 # Every shape in a room's signature is checked at run time, in the reference and in your own rooms.
-if os.environ.get("MINIDFLASH_SHAPES", "1") != "0":
-    jaxtyping.install_import_hook(["minidflash", "work"], "beartype.beartype")
+check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int will do for a float
+ROOMS = re.findall(r"^    \d\d (\w+)  ", minidflash.__doc__, re.M)
+jaxtyping.install_import_hook(
+    [f"{package}.{name}" for package in ("minidflash", "work") for name in ROOMS],
+    f"{__name__}.check_types",
+)
 
 _CALM = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 _SAME = {"derandomize": True, "database": None, "print_blob": False}

@@ -160,8 +160,8 @@ class FakeDrafter:
             for n, tap in enumerate(self.taps):
                 seen = features[offset, n * self.hidden_size :][:3].tolist()
                 assert seen == [len(self.committed), token, tap], (
-                    f"position {len(self.committed)}, token {token}, tap {tap} came with the features "
-                    f"of position {seen[0]:g}, token {seen[1]:g}, tap {seen[2]:g}"
+                    f"position {len(self.committed)}, token {token}, tap {tap} came with the "
+                    f"features of position {seen[0]:g}, token {seen[1]:g}, tap {seen[2]:g}"
                 )
             self.committed.append(token)
         self.commits.append(len(tokens))
