@@ -1,8 +1,8 @@
 """Marks in: runs each spec on a student's rooms and gives one mark per exercise.
 
 ``python -m minidflash grade work/`` prints a table and writes ``results.json``. An exercise is
-passed when every test that marks it passes. The student's code runs in processes of its own, under a time
-limit, but with your rights: grade strangers' work in a container.
+passed when every test that marks it passes. The student's code runs in processes of its own, under
+a time limit, but with your rights: grade strangers' work in a container.
 """
 
 import argparse
