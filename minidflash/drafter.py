@@ -4,7 +4,8 @@ Uses   rooms 01, 04, 11.
 Gives  DrafterConfig, DraftModel. Parameter names are those of the published checkpoints.
 Knows nothing of embeddings or heads: both belong to the target.
 
-Axes   R rows (1 when decoding), Q block slots, S context positions, C width, F = N*W features.
+Axes   R rows (1 when decoding), Q block slots, S context positions, K = S + Q keys, context first,
+       G key/value heads, D head size, C width, F = N * W features. Positions count tokens from 0.
 """
 
 from dataclasses import dataclass
@@ -35,9 +36,11 @@ class DrafterConfig(LayerConfig):
         super().__post_init__()
         if self.block_size < 2:
             raise ValueError(f"block_size={self.block_size} must be at least 2: anchor and a guess")
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(f"mask_token_id={self.mask_token_id} is outside the target's "
-                             f"embedding table of {self.vocab_size} rows")
+        if self.num_hidden_layers < 1:
+            raise ValueError(f"num_hidden_layers={self.num_hidden_layers} must be at least 1")
+        if self.mask_token_id is None or not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id={self.mask_token_id} must be a row of the target's "
+                             f"embedding table, 0 .. {self.vocab_size - 1}: none is assumed")
         check_taps(self.target_layer_ids, self.num_target_layers)
 
 
@@ -68,12 +71,14 @@ class DraftLayer(nn.Module):
         self, x: Float[Tensor, "R Q C"], cos, sin, context: KV, mask: Bool[Tensor, "..."] | None
     ) -> Float[Tensor, "R Q C"]:
         """Block rows ask; context and block answer. Only the block moves on to the next layer."""
+        # Only block rows pass `input_layernorm`. They ask, and they also offer keys and values.
         # K = [W_k H_t ; W_k H_d],  V = [W_v H_t ; W_v H_d],  Q = W_q H_d          (eq. 12.2)
         normed = self.input_layernorm(x)
         k, v = self.self_attn.keys_values(normed, cos, sin)
         # The context comes first, then the block: the order of the mask's columns.
         k, v = torch.cat([context[0], k], dim=2), torch.cat([context[1], v], dim=2)
         # Without a mask every slot sees all of the context and all of its block, both ways.
+        # What the block found is added to it; then each row passes the MLP, which is added too.
         x = x + self.self_attn.mix(self.self_attn.queries(normed, cos, sin), k, v, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -90,7 +95,7 @@ class DraftModel(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(c) for _ in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
-    def angles(self, positions: Int[Tensor, "*R Q"], dtype: torch.dtype):
+    def angles(self, positions: Int[Tensor, "*rows Q"], dtype: torch.dtype):
         """Rotary tables, with an axis for the heads when every row has positions of its own."""
         c = self.config
         cos, sin = rotary(positions.flatten(), c.head_dim, c.rope_theta, dtype)
@@ -100,7 +105,7 @@ class DraftModel(nn.Module):
 
     # exercise 12.3
     def context(
-        self, features: Float[Tensor, "R S F"], positions: Int[Tensor, "*R S"]
+        self, features: Float[Tensor, "R S F"], positions: Int[Tensor, "*rows S"]
     ) -> list[KV]:
         """Keys and values of every layer for these context positions.
 
@@ -113,13 +118,18 @@ class DraftModel(nn.Module):
 
     # exercise 12.4
     def forward(
-        self, block: Float[Tensor, "R Q C"], positions: Int[Tensor, "*R Q"], context: list[KV],
-        mask: Bool[Tensor, "R 1 Q S+Q"] | None = None,
+        self, block: Float[Tensor, "R Q C"], positions: Int[Tensor, "*rows Q"], context: list[KV],
+        mask: Bool[Tensor, "R 1 Q K"] | None = None,
     ) -> Float[Tensor, "R Q C"]:
-        """Normalised rows for the target's head. `block` embeds anchor, mask, mask, ..."""
+        """Normalised rows for the target's head. `block` embeds anchor, mask, mask, ...
+
+        Row j belongs to slot j, and slot j predicts the token at its own position: no shift.
+        """
+        # One rotary table serves all layers. Each layer reads its own keys and values.
         cos, sin = self.angles(positions, block.dtype)
         for layer, kv in zip(self.layers, context, strict=True):
             block = layer(block, cos, sin, kv, mask)
+        # The target's head expects normalised rows.
         return self.norm(block)
 
     def new_cache(self, capacity: int) -> KVCache:
