@@ -6,10 +6,9 @@ Knows nothing of models, vocabularies or caches: rows of numbers come in, rows o
 Axes   B batch, T query positions, S key positions, H query heads, G key/value heads, D head size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -28,7 +27,9 @@ class LayerConfig:
     attention_bias: bool = False
 
     def __post_init__(self):
-        """Refuse sizes that cannot work."""
+        for f in fields(LayerConfig):
+            if (size := getattr(self, f.name)) <= 0 and size is not False:
+                raise ValueError(f"{f.name}={size} must be above 0")
         heads, shared = self.num_attention_heads, self.num_key_value_heads
         if heads % shared:
             raise ValueError(f"num_attention_heads={heads} is no multiple of {shared} kv heads")
@@ -84,7 +85,7 @@ def attend(
 ) -> Float[Tensor, "B H T D"]:
     """Grouped-query attention, written out. `mask[t, s]` is True where t may look at s.
 
-    A query that may look at nothing gets zeros, never NaN.
+    Without a mask every query sees every key. A query that sees none gets zeros, never NaN.
     """
     # Query heads 0..H/G-1 share key/value head 0, the next H/G share head 1, and so on.
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -93,16 +94,15 @@ def attend(
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     # weights = softmax(scores); output = weights v                                (eq. 01.5)
-    # A row that is -inf everywhere would divide 0 by 0: subtract a finite maximum, then mend.
-    top = scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
-    weights = (scores - top).exp()
-    weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
-    return weights @ v
+    # Take each row's maximum off first: nothing overflows, and its top term is e^0 = 1.
+    # Only a row that sees nothing has no maximum and sums to 0: take 0 off, divide by 1.
+    weights = (scores - scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)).exp()
+    return weights / weights.sum(-1, keepdim=True).clamp_min(1.0) @ v
 
 
 def fused_attend(q, k, v, mask=None):
     """`attend` by torch's fused kernel: same arguments, same answer, what the models call."""
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
 class Attention(nn.Module):
@@ -147,4 +147,4 @@ class MLP(nn.Module):
 
     def forward(self, x: Float[Tensor, "B T W"]) -> Float[Tensor, "B T W"]:
         """Row by row, y = down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 
 
-def check_request(
-    target: Any, prompt: Sequence[int], max_new_tokens: int, stop_ids: Collection[int]
-) -> None:
+def check_request(target: Any, prompt: Any, max_new_tokens: int, stop_ids: Any) -> None:
     """Refuse what no decoder of this house can serve, before any work is done.
 
     Raises:
-        ValueError: an empty or nested prompt, ids outside the vocabulary, a negative budget, or
-            more tokens than the target has positions.
+        ValueError: an empty or nested prompt, ids outside the vocabulary, stop ids that are no
+            collection, a negative budget, or more tokens than the target has positions.
     """
     rows, positions = target.config.vocab_size, target.config.max_position_embeddings
     if not isinstance(prompt, Sequence) or any(isinstance(x, Sequence) for x in prompt):
         raise ValueError(f"prompt={prompt!r} must be one flat list of token ids (batch 1)")
     if not prompt:
         raise ValueError("prompt=[] is empty: there is no token to continue from")
+    if not isinstance(stop_ids, Collection):
+        raise ValueError(f"stop_ids={stop_ids!r} must be a collection of token ids, such as [7]")
     for name, ids in (("prompt", prompt), ("stop_ids", stop_ids)):
         if odd := [x for x in ids if not isinstance(x, int) or not 0 <= x < rows]:
             raise ValueError(f"{name} holds {odd[0]!r}; a token id is 0 .. {rows - 1}")

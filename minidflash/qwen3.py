@@ -5,7 +5,7 @@ Gives  Qwen3Config, Qwen3. Parameter names are transformers' own, so its weights
 Knows nothing of how tokens are chosen, or how a cache stores what it is given.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -34,9 +34,8 @@ class Qwen3Config(LayerConfig):
         """
         raw = raw | {"rope_theta": read_rope_theta(raw)}
         refuse_unsupported(raw, model_types=("qwen3",))
-        wanted = {f.name: raw[f.name] for f in fields(cls) if f.name in raw}
-        required = {"vocab_size", "num_hidden_layers", "head_dim", "num_key_value_heads"}
-        required |= {"hidden_size", "intermediate_size", "num_attention_heads"}
+        wanted = {f.name: raw[f.name] for f in fields(cls) if raw.get(f.name) is not None}
+        required = {f.name for f in fields(cls) if f.default is MISSING}
         if missing := sorted(required - wanted.keys()):
             raise ValueError(f"config.json lacks {missing}")
         return cls(**wanted)
@@ -139,6 +138,10 @@ class Qwen3(nn.Module):
     # exercise 2.3
     def forward(self, ids: Int[Tensor, "B T"], cache: Any = None, taps: tuple[int, ...] = ()):
         """Logits [B T V], and the outputs of the tapped layers side by side, [B T len(taps)*W]."""
+        # A tap that names no layer is a ValueError: at -1, say, lies the embedding.
+        last = self.config.num_hidden_layers - 1
+        if odd := [tap for tap in taps if not 0 <= tap <= last]:
+            raise ValueError(f"taps={taps}: {odd[0]} is no layer; allowed are 0 .. {last}")
         states = self.hidden_states(ids, cache)
         # Tap L is the output of layer L. Entry 0 is the embedding, so it lies at L + 1 (case E1).
         tapped = [states[tap + 1] for tap in taps]
