@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 SIZES = {
@@ -41,7 +41,7 @@ def attend_by_hand(q, k, v, mask):
 
 
 def test_a_norm_by_hand(room):
-    """RMSNorm turns the row (3, 4), whose mean square is 12.5, into (3, 4) / 3.5355 times weight."""
+    """RMSNorm divides the row (3, 4), whose mean square is 12.5, by 3.5355; then weights it."""
     norm = room.RMSNorm(2, eps=0.0)
     with torch.no_grad():
         norm.weight.copy_(torch.tensor([1.0, 10.0]))
@@ -53,13 +53,13 @@ def test_a_norm_by_hand(room):
 def test_a_norm_forgets_the_length_of_a_row(room, size, seed, scale):
     """RMSNorm gives every row the mean square 1, however long the row was."""
     rows = 0.1 + noise(3, size, seed=seed, dtype=torch.float32).abs()
-    out = room.RMSNorm(size, eps=1e-12)(scale * rows)
+    out = room.RMSNorm(size, eps=1e-20)(scale * rows)
     torch.testing.assert_close(out.pow(2).mean(-1), torch.ones(3))
-    torch.testing.assert_close(out, torch.nn.functional.rms_norm(rows, (size,), eps=1e-12))
+    torch.testing.assert_close(out, torch.nn.functional.rms_norm(rows, (size,), eps=1e-20))
 
 
 def test_a_norm_computes_in_float32(room):
-    """RMSNorm squares in float32 even for half-precision rows, so that 300 squared is no overflow."""
+    """RMSNorm squares in float32 even for half-precision rows: 300 squared is no overflow."""
     out = room.RMSNorm(4, eps=1e-6).half()(torch.full((4,), 300.0, dtype=torch.float16))
     assert out.dtype == torch.float16, f"a float16 row came back in {out.dtype}"
     assert out.tolist() == [1.0] * 4
@@ -100,7 +100,6 @@ def test_angles_are_computed_in_float32(room):
     """In half precision only the finished table is rounded: 1001 itself would round to 1000."""
     cos, sin = room.rotary(torch.tensor([1001]), 2, 1e4, torch.bfloat16)
     assert cos.dtype == sin.dtype == torch.bfloat16
-    assert abs(float(cos) - math.cos(1001)) < 0.01 if cos.numel() == 1 else True
     assert abs(float(cos[0, 0]) - math.cos(1001)) < 0.01, "the angle of token 1001, not of 1000"
     assert abs(float(sin[0, 0]) - math.sin(1001)) < 0.01, "the angle of token 1001, not of 1000"
 
@@ -293,15 +292,16 @@ def test_keys_carry_their_position_and_values_do_not(room):
                                    rtol=0, msg="each head's row has mean square 1, turned or not")
 
 
+@torch.no_grad()
 def test_the_heads_side_by_side(room):
-    """`mix` equals the readable attention followed by the output projection of all heads in order."""
+    """`mix` is the readable attention, its heads side by side in order, and a projection."""
     torch.manual_seed(0)
     layer = room.Attention(room.LayerConfig(**SIZES, attention_bias=True))
     x, mask = noise(2, 3, 6, dtype=torch.float32), torch.ones(3, 3).tril().bool()
     table = room.rotary(torch.arange(3), 8, 1e4)
     q, (k, v) = layer.queries(x, *table), layer.keys_values(x, *table)
     rows = torch.cat(attend_by_hand(q, k, v, mask.expand(2, 4, 3, 3)).unbind(1), dim=-1)
-    expected = rows @ layer.o_proj.weight.T + layer.o_proj.bias
+    expected = rows @ layer.o_proj.weight.mT + layer.o_proj.bias
     torch.testing.assert_close(layer.mix(q, k, v, mask), expected)
 
 
@@ -317,7 +317,7 @@ def test_the_fused_kernel_is_called_once_with_the_heads_as_they_are(room, monkey
 
 
 def test_swiglu_by_hand(room):
-    """With gate 1, up 2 and down 3, SwiGLU sends 1 to 3 * (silu(1) * 2) and -1 to 3 * silu(-1) * -2."""
+    """With gate 1, up 2, down 3, SwiGLU sends 1 to 3 silu(1) 2 and -1 to 3 silu(-1) (-2)."""
     mlp = room.MLP(room.LayerConfig(**SIZES | {"hidden_size": 1, "intermediate_size": 1}))
     for layer, weight in ((mlp.gate_proj, 1.0), (mlp.up_proj, 2.0), (mlp.down_proj, 3.0)):
         torch.nn.init.constant_(layer.weight, weight)
@@ -329,13 +329,15 @@ def test_swiglu_by_hand(room):
 # -- what a learner is told ---------------------------------------------------------------------
 
 
-@example({"num_attention_heads": 6, "num_key_value_heads": 4},
-         "num_attention_heads=6 is no multiple of 4 kv heads")
-@example({"head_dim": 7}, "head_dim=7 must be even")
-@example({"num_key_value_heads": 0}, "num_key_value_heads=0 must be above 0")
-@given(st.builds(dict, hidden_size=st.integers(-3, 0)), st.just("hidden_size="))
+@pytest.mark.parametrize("change, message", [
+    ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_attention_heads=6 is no multiple"),
+    ({"head_dim": 7}, "head_dim=7 must be even"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads=0 must be above 0"),
+    ({"hidden_size": -3}, "hidden_size=-3 must be above 0"),
+    ({"rope_theta": 0.0}, "rope_theta=0.0 must be above 0"),
+])
 def test_sizes_that_cannot_work_are_refused_by_name(room, change, message):
-    """A size of 0, an odd head size, or heads that no group divides are refused by name and value."""
+    """A size below 1, an odd head size, heads that cannot be shared evenly: refused by name."""
     with pytest.raises(ValueError) as caught:
         room.LayerConfig(**SIZES | change)
     assert message in str(caught.value)
