@@ -35,9 +35,6 @@ class DFlashDrafter(Drafter):
         if self.block_size < 2:
             raise ValueError(f"block_size={block_size} must be at least 2: anchor and a guess")
         self.target, self.model, self.taps = target, model, tuple(c.target_layer_ids)
-        # An embedding or head may be scaled or capped: always go through the target's own.
-        mask = torch.tensor([[c.mask_token_id]])
-        self.masks = target.embed(mask).expand(1, self.block_size - 1, -1)
 
     def begin(self, capacity: int) -> None:
         """An empty context: no position of the new sequence has been seen."""
@@ -57,24 +54,32 @@ class DFlashDrafter(Drafter):
             self.cache.append(layer, k, v)
 
     # exercise 16.2
-    def propose(self, anchor: int, count: int) -> Draft:
-        """All B - 1 guesses at once, each the argmax of its slot, also at temperature > 0.
-
-        A guess that is not random is a one-hot law: sample-and-match stays exact (room 07), and
-        independent draws per slot would rarely fit together (case B13).
-        """
-        if count == 0:
-            return Draft([])
-        # The block: the anchor is clean, the rest are masks. It starts where the context ends.
+    def logits(self, anchor: int) -> Float[Tensor, "guesses V"]:
+        """The opinion of slots 1 .. B-1, all from one pass. Nothing of the block is kept."""
+        # The block: a clean anchor, then masks. It starts where the context ends.
         start, B = self.cache.length, self.block_size
-        block = torch.cat([self.target.embed(torch.tensor([[anchor]])), self.masks], dim=1)
+        ids = torch.tensor([[anchor, *[self.model.config.mask_token_id] * (B - 1)]])
+        # An embedding may be scaled and a head capped: always go through the target's own.
+        block = self.target.embed(ids)
         positions = torch.arange(start, start + B, device=block.device)
         context = [(self.cache.keys[i, :, :, :start], self.cache.values[i, :, :, :start])
                    for i in range(len(self.model.layers))]
         hidden = self.model(block, positions, context)
-        # Slot j holds the guess FOR position start + j. Slot 0 is the anchor: dropped.
-        logits = self.target.head(hidden[0])[1:]
-        return Draft(logits.argmax(-1)[:count].tolist())
+        # l_j = head(h_j),  j = 1 .. B - 1: slot j guesses the token AT start + j.      (eq. 16.1)
+        # Slot 0 is the anchor, which is known already: dropped.
+        return self.target.head(hidden[0, 1:])
+
+    # exercise 16.3
+    def propose(self, anchor: int, count: int) -> Draft:
+        """The argmax of each slot, also at temperature > 0; the first `count` of them.
+
+        A guess without chance is kept with probability p(guess), and sample-and-match is exact
+        (room 07). Independent draws per slot would rarely fit together (case B13).
+        """
+        if count == 0:
+            return Draft([])
+        # The block always has the B slots it was trained with; guesses past the budget fall away.
+        return Draft(self.logits(anchor).argmax(-1)[:count].tolist())
 
 
 def generate(

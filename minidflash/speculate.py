@@ -1,23 +1,23 @@
 """Room 08 · speculate: the one draft-and-verify loop, for any drafter.
 
-Uses   rooms 03, 07.    Gives  Drafter, Round, Generation, speculate, NGramDrafter.
+Uses   rooms 03, 07.    Gives  Drafter, Round, Generation, speculate, NoDrafter, NGramDrafter.
 Knows nothing of how a drafter guesses. Whatever it guesses, the output is the target's own.
 """
 
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from minidflash.greedy import check_request, trim
-from minidflash.verify import Draft, Verdict, token_law, verify_greedy, verify_sampled
+from minidflash.verify import Draft, token_law, verify
 
 
-class Drafter:
-    """Whatever proposes tokens. As it stands it never guesses: the loop is then plain decoding."""
+class Drafter(Protocol):
+    """Whatever proposes tokens. Nobody checks how: the target checks what."""
 
     block_size: int = 1  # B: the anchor and up to B - 1 guesses
     taps: tuple[int, ...] = ()  # target layers whose outputs `commit` wants to see
@@ -31,6 +31,10 @@ class Drafter:
     def propose(self, anchor: int, count: int) -> Draft:
         """Up to `count` guesses for the places after `anchor`, the one token not yet fed."""
         return Draft([])
+
+
+class NoDrafter(Drafter):
+    """Never guesses: the loop is then plain decoding with a cache, the thing to compare with."""
 
 
 class Round(NamedTuple):
@@ -49,7 +53,7 @@ class Generation:
 
     tokens: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
-    stop: str = "length"
+    stop: str = "length"  # or "stop": a stop token was written
     prefill_seconds: float = 0.0
     seconds: float = 0.0
 
@@ -68,58 +72,51 @@ class Generation:
 # exercise 8.1
 @torch.no_grad()
 def speculate(
-    target: Any,
-    drafter: Drafter,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    stop_ids: Collection[int] = (),
-    temperature: float = 0.0,  # 0 is greedy
-    generator: torch.Generator | None = None,
-    on_round: Callable[[Round], None] | None = None,
+    target: Any, drafter: Drafter, prompt: Sequence[int], max_new_tokens: int,
+    stop_ids: Collection[int] = (), temperature: float = 0.0,
+    generator: torch.Generator | None = None, on_round: Callable[[Round], None] | None = None,
 ) -> Generation:
-    """Leviathan et al., Alg. 1, for any drafter and either verifier of room 07.
+    """Leviathan et al., Alg. 1, for any drafter; temperature 0 is greedy. Shows rounds as they end.
 
-    Raises ValueError: see `check_request` (room 03) and `token_law` (room 07).
+    Raises ValueError: see `check_request` (room 03), `token_law` (room 07); too long a draft.
     """
     check_request(target, prompt, max_new_tokens, stop_ids)
     token_law(torch.zeros(1, 1), temperature)  # refuses a bad temperature now, not later
     clock, begin, out = time.perf_counter, time.perf_counter(), Generation()
     if max_new_tokens == 0:
         return out
-
-    def verify(draft: list[int], logits: Tensor) -> Verdict:
-        if temperature == 0:
-            return verify_greedy(draft, logits)
-        return verify_sampled(draft, logits, temperature, generator)
-
     # Prefill: the whole prompt passes the target once. Verifying an empty draft picks token one.
-    capacity = len(prompt) + max_new_tokens + drafter.block_size
+    capacity = len(prompt) + max_new_tokens
     cache = target.new_cache(capacity)
     drafter.begin(capacity)
     logits, features = target.forward(torch.tensor([list(prompt)]), cache, drafter.taps)
-    out.tokens, reason = trim([verify([], logits[0, -1:]).bonus], max_new_tokens, stop_ids)
+    first = verify([], None, logits[0, -1:], temperature, generator).bonus
+    out.tokens, reason = trim([first], max_new_tokens, stop_ids)
     drafter.commit(list(prompt), features[0])
     out.prefill_seconds = clock() - begin
     while reason is None:
         # Draft: the last token written is the anchor; the target has not been fed it yet.
         # At most room - 1 guesses are of use, since the bonus token takes a place too.
         t0, start, room = clock(), cache.length, max_new_tokens - len(out.tokens)
-        anchor = out.tokens[-1]
-        draft = drafter.propose(anchor, min(drafter.block_size, room) - 1)
+        anchor, count = out.tokens[-1], min(drafter.block_size, room) - 1
+        draft = drafter.propose(anchor, count)
+        guesses, probs = draft.tokens, draft.probs
+        if len(guesses) > count:
+            raise ValueError(f"the drafter proposed {len(guesses)} tokens, {count} were asked for")
         # Verify: anchor and guesses pass the target together, in one forward.
         t1 = clock()
-        block = torch.tensor([[anchor, *draft.tokens]])
-        logits, features = target.forward(block, cache, drafter.taps)
-        (accepted, bonus), t2 = verify(draft.tokens, logits[0]), clock()
+        logits, features = target.forward(torch.tensor([[anchor, *guesses]]), cache, drafter.taps)
+        accepted, bonus = verify(guesses, probs, logits[0], temperature, generator)
         # Commit: both sides forget the guesses that failed. The bonus token is the next anchor.
-        cache.truncate(start + accepted + 1)
-        settled = [anchor, *draft.tokens[:accepted]]
-        drafter.commit(settled, features[0, : accepted + 1])
+        t2 = clock()
+        cache.truncate(start + 1 + accepted)
+        drafter.commit([anchor, *guesses[:accepted]], features[0, : 1 + accepted])
         t3 = clock()
-        emitted, reason = trim([*settled[1:], bonus], room, stop_ids)
+        # Write: what was kept and the bonus, up to a stop token, which may stand anywhere.
+        emitted, reason = trim([*guesses[:accepted], bonus], room, stop_ids)
         out.tokens += emitted
         accepted = min(accepted, len(emitted))
-        out.rounds.append(Round(draft.tokens, accepted, emitted, t1 - t0 + t3 - t2, t2 - t1))
+        out.rounds.append(Round(guesses, accepted, emitted, t1 - t0 + t3 - t2, t2 - t1))
         if on_round is not None:
             on_round(out.rounds[-1])
     out.stop, out.seconds = reason, clock() - begin
@@ -132,7 +129,7 @@ class NGramDrafter(Drafter):
     def __init__(self, block_size: int, longest: int = 3):
         if block_size < 2 or longest < 1:
             raise ValueError(f"block_size={block_size}, longest={longest}: at least 2 and 1")
-        self.block_size, self.longest, self.seen = block_size, longest, []
+        self.block_size, self.longest, self.seen = block_size, longest, list[int]()
 
     def begin(self, capacity):  # noqa: D102
         self.seen = []

@@ -1,7 +1,7 @@
 """Room 07 · verify: what survives of a draft.
 
 Uses   torch.
-Gives  Draft, Verdict, longest_prefix, verify_greedy, token_law, verify_sampled.
+Gives  Draft, Verdict, longest_prefix, token_law, and verify: greedy, by sample, by rejection.
 Knows nothing of models or caches: a draft and the target's logits come in, two numbers go out.
 
 Axes   m drafted tokens, V vocabulary. The target gives m + 1 rows of logits: row i is its opinion
@@ -17,10 +17,10 @@ from torch import Tensor
 
 
 class Draft(NamedTuple):
-    """Guesses for the places after the anchor, and their laws if they were drawn from some."""
+    """Guesses for the places after the anchor."""
 
     tokens: list[int]
-    probs: Tensor | None = None  # [m V]
+    probs: Tensor | None = None  # [m V], the laws they were DRAWN from; None: no chance in it
 
 
 class Verdict(NamedTuple):
@@ -81,10 +81,11 @@ def token_law(logits: Float[Tensor, "*m V"], temperature: float) -> Float[Tensor
     """
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} must be 0 or a positive finite number")
-    if temperature == 0:
-        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
-    # p = softmax(logits / T), in at least float32; the top is taken off first: no overflow.
+    # At least float32, however coarse the model: both sides of a ratio get the same care.
     wide = logits if logits.dtype == torch.float64 else logits.float()
+    if temperature == 0:
+        return torch.nn.functional.one_hot(wide.argmax(-1), wide.shape[-1]).to(wide.dtype)
+    # p = softmax(logits / T); the top is taken off first, so a tiny T cannot overflow.
     return ((wide - wide.amax(-1, keepdim=True)) / temperature).softmax(-1)
 
 
@@ -95,13 +96,54 @@ def verify_sampled(
 ) -> Verdict:
     """Sample and match: the target draws its own token for each place; equal guesses are kept.
 
-    Every token written IS a draw from the target given what stands before it, so the law of the
-    output is the target's own (facts: P(keep i) = p_i(draft_i)). On the first mismatch the token
-    that was compared is the token that is written. Drawing again there would be wrong (case B3).
+    Every token written IS a draw from the target given what stands before it, so the output's law
+    is the target's own, however the guesses were made. Guess x is kept with probability p(x).
     """
     check_verification(draft, logits)
-    # choice_i ~ p_i, independently for every place.                               (eq. 07.2)
-    choice = torch.multinomial(token_law(logits, temperature), 1, generator=generator)
-    choice = choice.flatten().tolist()
+    # choice_i ~ p_i for every place at once, by torch.multinomial.                (eq. 07.2)
+    laws = token_law(logits, temperature)
+    choice = torch.multinomial(laws, 1, generator=generator).flatten().tolist()
     accepted = longest_prefix(draft, choice)
+    # On a mismatch the token that was compared is written. A second draw is wrong (case B3).
     return Verdict(accepted, choice[accepted])
+
+
+# exercise 7.4
+def verify_rejection(
+    draft: Sequence[int], probs: Float[Tensor, "m V"], logits: Float[Tensor, "m+1 V"],
+    temperature: float, generator: torch.Generator | None = None,
+) -> Verdict:
+    """Speculative sampling (Leviathan et al., Alg. 1): row i of `probs` is the law q_i that drew.
+
+    Lossless only if the guesses really were drawn from it, independently of later coins.
+
+    Raises:
+        ValueError: `probs` does not fit, or calls a drafted token impossible.
+    """
+    check_verification(draft, logits)
+    rows = range(len(draft))
+    if probs.shape != (len(draft), logits.shape[1]) or not (probs[rows, draft] > 0).all():
+        raise ValueError(f"probs {tuple(probs.shape)} must be [{len(draft)} {logits.shape[1]}], "
+                         "and above 0 at every drafted token: they were drawn from it")
+    # After the last guess nothing was proposed: there q is 0 everywhere.
+    p = token_law(logits, temperature)
+    q = torch.cat([probs.to(p), torch.zeros_like(p[:1])])
+    # Keep guess x_i with probability min(1, p_i(x_i) / q_i(x_i)), by torch.bernoulli. (eq. 07.3)
+    chance = (p[rows, draft] / q[rows, draft]).clamp(max=1)
+    coins = torch.bernoulli(chance, generator=generator).int().tolist()
+    accepted = longest_prefix(coins, [1] * len(draft))
+    # bonus ~ norm(max(0, p - q)): what q proposed too seldom makes up for the loss. (eq. 07.4)
+    rest = (p[accepted] - q[accepted]).clamp(min=0)
+    # Where p = q only rounding can reject; then nothing is left over, and p itself is drawn from.
+    rest = rest if rest.any() else p[accepted]
+    return Verdict(accepted, int(torch.multinomial(rest, 1, generator=generator)))
+
+
+def verify(draft: Sequence[int], probs: Tensor | None, logits: Tensor, temperature: float,
+           generator: torch.Generator | None = None) -> Verdict:
+    """The verifier that fits: greedy at temperature 0, rejection for drawn guesses, else match."""
+    if temperature == 0:
+        return verify_greedy(draft, logits)
+    if probs is None:
+        return verify_sampled(draft, logits, temperature, generator)
+    return verify_rejection(draft, probs, logits, temperature, generator)
