@@ -110,10 +110,10 @@ def verify_sampled(
 
 # exercise 7.4
 def verify_rejection(
-    draft: Sequence[int], probs: Float[Tensor, "m V"], logits: Float[Tensor, "m+1 V"],
+    draft: Sequence[int], probs: Tensor, logits: Float[Tensor, "m+1 V"],
     temperature: float, generator: torch.Generator | None = None,
 ) -> Verdict:
-    """Speculative sampling (Leviathan et al., Alg. 1): row i of `probs` is the law q_i that drew.
+    """Speculative sampling (Leviathan et al., Alg. 1): row i of `probs` [m V] is q_i, which drew.
 
     Lossless only if the guesses really were drawn from it, independently of later coins.
 
