@@ -23,7 +23,6 @@ from minidflash.speculate import Drafter, Generation, Round
 
 COLOURS = {"accepted": "#0072B2", "rejected": "#E69F00", "bonus": "#CC79A7", "prompt": "#BBBBBB"}
 GLYPHS = {"accepted": "✓", "rejected": "✗", "bonus": "+", "prompt": ""}
-HATCHES = {"accepted": "", "rejected": "////", "bonus": "....", "prompt": ""}
 ANSI = {
     "accepted": "38;5;32", "rejected": "9;38;5;172", "bonus": "1;38;5;175", "prompt": "38;5;245",
 }
@@ -33,7 +32,7 @@ SERIES = (
     ("#E69F00", "////", "s", "--"),
     ("#009E73", "....", "^", "-."),
     ("#CC79A7", "\\\\\\\\", "D", ":"),
-    ("#56B4E9", "xxxx", "v", "-"),
+    ("#56B4E9", "", "v", "-"),
     ("#D55E00", "++++", "P", "--"),
 )
 
@@ -398,7 +397,7 @@ def timeline(
 
     lanes = {name: found[0] for name, found in _named(runs).items()}
     figure, axes = _axes(10, 0.7 * len(lanes) + 1.4, title)
-    lines, used = [title], ("accepted", "rejected", "prompt")
+    lines, used = [title], (SERIES[4], SERIES[2], (COLOURS["prompt"], "", "", ""))
     for y, (name, run) in enumerate(lanes.items()):
         if not run.rounds:
             raise ValueError(f"no rounds to draw{f' in {name!r}' if name else ''}")
@@ -407,10 +406,10 @@ def timeline(
         clock = 0.0
         for one in run.rounds[:most]:
             start = clock
-            for fate, ms in zip(used, (one.draft_seconds * 1e3, one.verify_seconds * 1e3, rest),
-                                strict=True):
-                axes.barh(y, ms, 0.55, left=clock, color=COLOURS[fate], edgecolor="white",
-                          hatch=HATCHES[fate], linewidth=0.4)
+            spans = (one.draft_seconds * 1e3, one.verify_seconds * 1e3, rest)
+            for (colour, hatch, *_), ms in zip(used, spans, strict=True):
+                axes.barh(y, ms, 0.55, left=clock, color=colour, edgecolor="white",
+                          hatch=hatch, linewidth=0.4)
                 clock += ms
             axes.text((start + clock) / 2, y - 0.3, len(one.emitted), ha="center", va="bottom",
                       fontsize=8)
@@ -420,8 +419,8 @@ def timeline(
     axes.set_yticks(range(len(lanes)), list(lanes), parse_math=False)
     axes.set(ylim=(len(lanes) - 0.5, -0.6), xlabel="milliseconds after the prefill")
     axes.spines[["top", "right", "left"]].set_visible(False)
-    handles = [Patch(facecolor=COLOURS[fate], hatch=HATCHES[fate], edgecolor="white", label=label)
-               for fate, label in zip(used, ("draft", "verify", "rest"), strict=True)]
+    handles = [Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=label)
+               for (colour, hatch, *_), label in zip(used, ("draft", "verify", "rest"), strict=True)]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False,
                   title="number above a round: tokens it wrote", title_fontsize=8)
     return Picture(figure, "\n".join(lines))

@@ -1,0 +1,436 @@
+"""Models on disk, in the formats that others read: transformers' for targets, z-lab's for drafters.
+
+Both are a folder with `config.json` and `model.safetensors`, never pickle. Reading is strict: a key
+or a tensor that is missing, unknown, misshapen, contradicting or not finite is refused by its name,
+because a drafter that is nearly right does not fail, it only accepts less. Writing is atomic, and
+`config.json` comes last, so a folder without it is not a model yet.
+
+A target  Qwen3 as transformers writes it, in one file or in shards with an index.
+A drafter eleven tensors per layer, and `fc.weight`, `hidden_norm.weight`, `norm.weight`. It has no
+          embedding and no head: those are the target's.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from minidflash.attention import LayerConfig
+from minidflash.cache import CachedQwen3
+from minidflash.drafter import DrafterConfig, DraftModel
+from minidflash.kit.store import write_atomically
+from minidflash.qwen3 import Qwen3Config, read_rope_theta, refuse_unsupported
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+SIZES = tuple(f.name for f in fields(LayerConfig) if f.name not in ("rope_theta",))
+DRAFTER_OWN = ("block_size", "mask_token_id", "target_layer_ids")  # in dflash_config or beside it
+
+# Keys of a drafter's config.json that change nothing here, whatever they say.
+NEUTRAL = frozenset(
+    "_name_or_path architectures auto_map bos_token_id dtype eos_token_id initializer_range"
+    " max_position_embeddings max_window_layers model_type pad_token_id sliding_window"
+    " tie_word_embeddings torch_dtype transformers_version use_cache layer_types use_sliding_window"
+    " hidden_act rope_theta rope_scaling rope_parameters".split()
+)
+# Keys that change something which is not computed here, unless they say this.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "attention_dropout": (0, None),
+    "is_causal": (False, None),
+    "sample_from_anchor": (False, None),
+    "final_logit_softcapping": (None,),
+    "logit_scale": (1, None),
+    "embedding_scale": (1, None),
+}
+
+
+def dtype_named(name: str | torch.dtype) -> torch.dtype:
+    """A number format by name: float32, float16, bfloat16 or float64.
+
+    >>> dtype_named("bfloat16")
+    torch.bfloat16
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    found = name if isinstance(name, torch.dtype) else DTYPES.get(name)
+    if found is None or found not in DTYPES.values():
+        raise ValueError(f"dtype={name!r} is not supported: one of {', '.join(DTYPES)}")
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a JSON file.
+
+    Raises:
+        ValueError: the file is missing, is no JSON, or holds something else.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise ValueError(f"{path.parent} is no model folder: {path.name} is missing") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return raw
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file, all of it or nothing."""
+    text = json.dumps(value, indent=2) + "\n"
+    write_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+# --------------------------------------------------------------------------------------------------
+# tensors
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> the file it lies in, for one file or for shards with an index.
+
+    Raises:
+        ValueError: there are no weights, or the index names a shard that is missing.
+    """
+    if (folder / INDEX).exists():
+        places = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(places, dict):
+            raise ValueError(f"{folder / INDEX} has no weight_map")
+        if gone := sorted({str(f) for f in places.values() if not (folder / f).exists()}):
+            raise ValueError(f"{folder} lacks the shard {gone[0]} that its index names")
+        return {name: folder / file for name, file in places.items()}
+    if not (folder / WEIGHTS).exists():
+        raise ValueError(f"{folder} has no {WEIGHTS} (and no {INDEX})")
+    with _opened(folder / WEIGHTS) as file:
+        return {name: folder / WEIGHTS for name in file.keys()}
+
+
+def _opened(path: Path, device: str = "cpu") -> Any:
+    try:
+        return safe_open(path, "pt", device=device)
+    except Exception as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+
+
+def fill(
+    build: Callable[[], nn.Module], folder: Path, dtype: torch.dtype, device: str,
+    tied: bool = False,
+) -> Any:
+    """Build a module without memory, then give it the folder's tensors, one at a time.
+
+    No second copy of the weights is ever held. `tied` says that `lm_head.weight` is the embedding,
+    whether or not the file holds it once more.
+
+    Raises:
+        ValueError: tensors are missing, unknown, misshapen or not finite.
+    """
+    with torch.device("meta"):
+        model = build()
+    wanted = {name: tuple(p.shape) for name, p in model.state_dict().items()}
+    places = tensor_files(folder)
+    twin = ("lm_head.weight", "model.embed_tokens.weight")
+    if tied:
+        wanted.pop(twin[0])
+    if missing := sorted(wanted.keys() - places.keys()):
+        raise ValueError(f"{folder} lacks {_some(missing)}")
+    if unknown := sorted(places.keys() - wanted.keys() - ({twin[0]} if tied else set())):
+        raise ValueError(f"{folder} holds {_some(unknown)}, which this model has no place for")
+    loaded: dict[str, Tensor] = {}
+    for path in sorted(set(places.values())):
+        with _opened(path, device) as file:
+            here = set(file.keys())
+            for name in sorted(n for n, p in places.items() if p == path):
+                if name not in here:
+                    raise ValueError(f"{path} lacks {name}, which the index promises")
+                raw = file.get_tensor(name)
+                shape = wanted.get(name, wanted.get(twin[1]))
+                if tuple(raw.shape) != shape:
+                    raise ValueError(f"{folder}: {name} is {tuple(raw.shape)}, must be {shape}")
+                if not raw.is_floating_point():
+                    raise ValueError(f"{folder}: {name} is {raw.dtype}: quantised weights"
+                                     " are not supported")
+                loaded[name] = raw.to(dtype)
+                if not loaded[name].isfinite().all():
+                    late = " as " + str(dtype) if raw.isfinite().all() else ""
+                    raise ValueError(f"{folder}: {name} is not finite{late}")
+    if tied and not torch.equal(loaded.setdefault(twin[0], loaded[twin[1]]), loaded[twin[1]]):
+        raise ValueError(f"{folder}: tie_word_embeddings is true, but {twin[0]} is another tensor")
+    model.load_state_dict(loaded, assign=True)
+    if tied:
+        model.get_submodule("lm_head").weight = model.get_parameter(twin[1])
+    return model.eval().requires_grad_(False)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _write_tensors(
+    model: nn.Module, folder: Path, dtype: torch.dtype, leave_out: Iterable[str] = (),
+    shard_bytes: int | None = None,
+) -> None:
+    tensors = {k: v.detach().to("cpu", dtype).clone(memory_format=torch.contiguous_format)
+               for k, v in model.state_dict().items() if k not in leave_out}
+    if bad := [k for k, v in tensors.items() if not v.isfinite().all()]:
+        raise ValueError(f"{_some(bad)} is not finite in {dtype}: not written")
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        held = sum(t.nbytes for t in shards[-1].values())
+        if shard_bytes is not None and held and held + tensor.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = tensor
+    names = [WEIGHTS] if len(shards) == 1 else [
+        f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for file, shard in zip(names, shards, strict=True):
+        write_atomically(folder / file, lambda part, s=shard: save_file(s, part, {"format": "pt"}))
+    if len(shards) > 1:
+        total = sum(t.nbytes for t in tensors.values())
+        places = {name: f for f, shard in zip(names, shards, strict=True) for name in shard}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    # What an earlier model left behind would be read instead of, or beside, the new one.
+    stale = {WEIGHTS, INDEX, *(p.name for p in folder.glob("model-*-of-*.safetensors"))}
+    for file in stale - set(names) - ({INDEX} if len(shards) > 1 else set()):
+        (folder / file).unlink(missing_ok=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# targets
+
+
+def save_target(
+    target: CachedQwen3, folder: Path | str, stop_ids: Iterable[int] = (),
+    dtype: torch.dtype | str = "bfloat16", shard_bytes: int | None = None,
+) -> None:
+    """Write a target so that `AutoModelForCausalLM.from_pretrained` loads it.
+
+    Args:
+        target: any Qwen3 of room 02 or 04.
+        folder: is made if needed; a tokenizer that lies there stays.
+        stop_ids: the tokens that end a text. They are kept in both configuration files.
+        dtype: how numbers are stored: 2 bytes each unless float32 is asked for.
+        shard_bytes: start another file when one would grow past this.
+
+    Raises:
+        ValueError: a weight is not finite in `dtype`.
+    """
+    folder, kept, c = Path(folder), dtype_named(dtype), target.config
+    stops = list(stop_ids)
+    eos: Any = stops[0] if len(stops) == 1 else stops or None
+    tied = ("lm_head.weight",) if c.tie_word_embeddings else ()
+    (folder / CONFIG).unlink(missing_ok=True)  # from here until the end: no model
+    _write_tensors(target, folder, kept, tied, shard_bytes)
+    write_json(folder / "generation_config.json", {"eos_token_id": eos, "do_sample": False})
+    write_json(folder / CONFIG, {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        **_layer_keys(c, kept),
+        "num_hidden_layers": c.num_hidden_layers,
+        "vocab_size": c.vocab_size,
+        "max_position_embeddings": c.max_position_embeddings,
+        "tie_word_embeddings": c.tie_word_embeddings,
+        "eos_token_id": eos,
+    })
+
+
+def _layer_keys(c: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """What every Qwen3-shaped config.json says; the rotary base in the old and the new spelling."""
+    return {
+        **{name: getattr(c, name) for name in SIZES},
+        "rope_theta": c.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "layer_types": ["full_attention"] * c.num_hidden_layers,
+        "use_sliding_window": False,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def load_target(
+    folder: Path | str, dtype: torch.dtype | str = "float32", device: str = "cpu"
+) -> CachedQwen3:
+    """Read a Qwen3 target, frozen.
+
+    Args:
+        folder: as transformers writes it.
+        dtype: what to compute in, whatever is stored.
+        device: where to.
+
+    Raises:
+        ValueError: the folder holds no complete Qwen3, or one that room 02 does not compute.
+    """
+    folder, raw = Path(folder), read_json(Path(folder) / CONFIG)
+    with _blame(folder):
+        check_rotary(raw)
+        config = Qwen3Config.from_hf(raw)
+        check_layer_types(raw)
+    return fill(lambda: CachedQwen3(config), folder, dtype_named(dtype), device,
+                config.tie_word_embeddings)
+
+
+def read_stop_ids(folder: Path | str) -> tuple[int, ...]:
+    """The tokens that end a text: those of generation_config.json, else those of config.json."""
+    for name in ("generation_config.json", CONFIG):
+        if (Path(folder) / name).exists():
+            found = read_json(Path(folder) / name).get("eos_token_id")
+            if found is not None:
+                return tuple(found) if isinstance(found, list) else (int(found),)
+    return ()
+
+
+class _blame:
+    """Puts the folder in front of a message about its configuration."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, ValueError | TypeError):
+            why = "a value has the wrong type: " if isinstance(error, TypeError) else ""
+            raise ValueError(f"{self.folder / CONFIG}: {why}{error}") from None
+
+
+def check_rotary(raw: Mapping[str, Any]) -> None:
+    """Refuse two rotary bases that contradict each other, or settings that are not computed here.
+
+    Raises:
+        ValueError: they do.
+    """
+    nested, flat = raw.get("rope_parameters") or {}, raw.get("rope_theta")
+    inner = nested.get("rope_theta")
+    if inner is not None and flat is not None and float(inner) != float(flat):
+        raise ValueError(f"rope_theta={flat} contradicts rope_parameters.rope_theta={inner}")
+    if odd := sorted(nested.keys() - {"rope_theta", "rope_type", "type", "partial_rotary_factor"}):
+        raise ValueError(f"rope_parameters.{odd[0]} is not supported")
+    if nested.get("partial_rotary_factor", 1) != 1:
+        raise ValueError("rope_parameters.partial_rotary_factor is not supported: only 1")
+
+
+def check_layer_types(raw: Mapping[str, Any]) -> None:
+    """Refuse a list of layer types that is not as long as there are layers.
+
+    Raises:
+        ValueError: it is not.
+    """
+    kinds = raw.get("layer_types")
+    if kinds is not None and len(kinds) != raw["num_hidden_layers"]:
+        raise ValueError(f"layer_types has {len(kinds)} entries, which contradicts "
+                         f"num_hidden_layers={raw['num_hidden_layers']}")
+
+
+# --------------------------------------------------------------------------------------------------
+# drafters
+
+
+def drafter_config(raw: Mapping[str, Any]) -> DrafterConfig:
+    """z-lab's config.json as the config of room 12.
+
+    `block_size`, `mask_token_id` and `target_layer_ids` may stand in `dflash_config`, beside it, or
+    in both with one value.
+
+    Raises:
+        ValueError: a key is missing, unknown, contradicting, or asks for what is not computed here.
+    """
+    own = raw.get("dflash_config") or {}
+    needed = {*SIZES, "num_hidden_layers", "num_target_layers", "vocab_size"}
+    if list(raw.get("architectures") or []) != ["DFlashDraftModel"]:
+        raise ValueError(f"architectures={raw.get('architectures')} is no DFlash drafter:"
+                         " it must be ['DFlashDraftModel']")
+    refuse_unsupported(dict(raw), model_types=("qwen3",))
+    missing = sorted(needed - raw.keys())
+    missing += [name for name in DRAFTER_OWN if name not in own and name not in raw]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} is missing")
+    known = {*NEUTRAL, *ONLY, *needed, *DRAFTER_OWN, "dflash_config", "target_hidden_size",
+             "draft_vocab_size"}
+    unknown = sorted(raw.keys() - known)
+    unknown += [f"dflash_config.{k}" for k in sorted(own.keys() - {*DRAFTER_OWN, *ONLY})]
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)} is unknown: it may change the numbers")
+    for place, prefix in ((raw, ""), (own, "dflash_config.")):
+        for name, allowed in ONLY.items():
+            if name in place and place[name] not in allowed:
+                raise ValueError(f"{prefix}{name}={place[name]!r} is not supported:"
+                                 f" only {allowed[0]!r}")
+    for name in DRAFTER_OWN:
+        if name in own and name in raw and own[name] != raw[name]:
+            raise ValueError(f"{name}={raw[name]} contradicts dflash_config.{name}={own[name]}")
+    for name, twin in (("target_hidden_size", "hidden_size"), ("draft_vocab_size", "vocab_size")):
+        if raw.get(name) not in (None, raw[twin]):
+            raise ValueError(f"{name}={raw[name]} must equal {twin}={raw[twin]}")
+    check_rotary(raw)
+    check_layer_types(raw)
+    found: dict[str, Any] = {name: own.get(name, raw.get(name)) for name in DRAFTER_OWN}
+    return DrafterConfig(
+        **{name: raw[name] for name in SIZES},
+        rope_theta=read_rope_theta(dict(raw)),
+        num_hidden_layers=raw["num_hidden_layers"],
+        num_target_layers=raw["num_target_layers"],
+        vocab_size=raw["vocab_size"],
+        target_hidden_size=raw["hidden_size"],
+        block_size=found["block_size"],
+        mask_token_id=found["mask_token_id"],
+        target_layer_ids=tuple(found["target_layer_ids"]),
+    )
+
+
+def load_drafter(
+    folder: Path | str, dtype: torch.dtype | str = "float32", device: str = "cpu"
+) -> DraftModel:
+    """Read a DFlash drafter in z-lab's format, frozen.
+
+    Raises:
+        ValueError: see `drafter_config`; or tensors are missing, unknown, misshapen or not finite.
+    """
+    folder, raw = Path(folder), read_json(Path(folder) / CONFIG)
+    with _blame(folder):
+        config = drafter_config(raw)
+    return fill(lambda: DraftModel(config), folder, dtype_named(dtype), device)
+
+
+def save_drafter(
+    model: DraftModel, folder: Path | str, dtype: torch.dtype | str = "bfloat16",
+    max_position_embeddings: int = 32768,
+) -> None:
+    """Write a drafter in z-lab's format.
+
+    Args:
+        model: room 12's.
+        folder: is made if needed.
+        dtype: how numbers are stored.
+        max_position_embeddings: the target's; others size their rotary table by it.
+
+    Raises:
+        ValueError: the format has no place for a drafter whose width is not its target's, or a
+            weight is not finite in `dtype`.
+    """
+    folder, kept, c = Path(folder), dtype_named(dtype), model.config
+    if c.target_hidden_size != c.hidden_size:
+        raise ValueError(f"hidden_size={c.hidden_size} must equal target_hidden_size="
+                         f"{c.target_hidden_size}: z-lab's format has no place for another")
+    (folder / CONFIG).unlink(missing_ok=True)
+    _write_tensors(model, folder, kept)
+    write_json(folder / CONFIG, {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        **_layer_keys(c, kept),
+        "num_hidden_layers": c.num_hidden_layers,
+        "num_target_layers": c.num_target_layers,
+        "vocab_size": c.vocab_size,
+        "max_position_embeddings": max_position_embeddings,
+        "tie_word_embeddings": False,
+        "block_size": c.block_size,
+        "dflash_config": {
+            "mask_token_id": c.mask_token_id, "target_layer_ids": list(c.target_layer_ids),
+        },
+    })

@@ -1,0 +1,153 @@
+"""Models by name: the shipped pair, a folder, or a hub id.
+
+    target, model, tokenizer, stop_ids = load("tiny")
+    pair = load("Qwen/Qwen3-4B", draft="z-lab/Qwen3-4B-DFlash-b16", dtype="bfloat16", device="cuda")
+
+Nothing falls back to something else: what is not there is named, with what to do about it.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from minidflash.cache import CachedQwen3
+from minidflash.dflash import DFlashDrafter
+from minidflash.drafter import DraftModel
+from minidflash.kit.checkpoint import load_drafter, load_target, read_stop_ids
+
+SHIPPED = Path(__file__).parent / "weights"
+WANTED = ("*.json", "*.safetensors", "*.txt", "*.jinja")  # never pickles, never code
+
+
+class Pair(NamedTuple):
+    """A target and what goes with it.
+
+    Attributes:
+        target: decodes; complete Target contract.
+        model: the DFlash drafter made for it, or None.
+        tokenizer: transformers' own class.
+        stop_ids: tokens that end a text.
+    """
+
+    target: CachedQwen3
+    model: DraftModel | None
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+
+    def drafter(self, block_size: int | None = None) -> DFlashDrafter:
+        """The drafter for room 08's loop.
+
+        Raises:
+            ValueError: the pair was loaded without one.
+        """
+        if self.model is None:
+            raise ValueError("this target was loaded without a drafter: name one with draft=...")
+        return DFlashDrafter(self.target, self.model, block_size)
+
+    def encode(self, text: str) -> list[int]:
+        """Text to ids, without special tokens."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: list[int]) -> str:
+        """Ids to text, special tokens left out."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def default_dtype(device: str) -> str:
+    """float32 on a CPU; on a GPU bfloat16, or float16 where bfloat16 is only emulated (a T4)."""
+    if not device.startswith("cuda"):
+        return "float32"
+    return "bfloat16" if torch.cuda.get_device_capability(device)[0] >= 8 else "float16"
+
+
+def load(
+    name: str | Path = "tiny", draft: str | Path | None = None,
+    dtype: torch.dtype | str | None = None, device: str = "cpu",
+) -> Pair:
+    """Load a target, its drafter and its tokenizer, frozen.
+
+    Args:
+        name: "tiny" for the shipped pair, a folder, or a hub id such as "Qwen/Qwen3-4B".
+        draft: a folder or a hub id. Without one, "tiny" comes with its shipped drafter, and any
+            other target without a drafter.
+        dtype: what to compute in; `default_dtype(device)` if not given.
+        device: "cpu", "cuda", ...
+
+    Raises:
+        ValueError: something is not there, cannot be read, or does not fit the other.
+    """
+    dtype = default_dtype(device) if dtype is None else dtype
+    tiny = str(name) == "tiny"
+    folder = shipped("target") if tiny else find(name)
+    drafts = find(draft) if draft is not None else shipped("dflash") if tiny else None
+    target = load_target(folder, dtype, device)
+    model = None if drafts is None else load_drafter(drafts, dtype, device)
+    pair = Pair(target, model, load_tokenizer(folder), read_stop_ids(folder))
+    if model is not None:
+        pair.drafter()  # refuses a drafter made for another target, now rather than later
+    return pair
+
+
+def shipped(name: str) -> Path:
+    """The folder of a shipped model.
+
+    Raises:
+        ValueError: it is not part of this installation.
+    """
+    folder = SHIPPED / name
+    if not (folder / "config.json").exists():
+        raise ValueError(f"the shipped model {name!r} is not in {SHIPPED}; train it with:"
+                         f"  python -m minidflash train {name}")
+    return folder
+
+
+def find(name: str | Path) -> Path:
+    """A folder as it is; a hub id as the folder it was downloaded to.
+
+    Raises:
+        ValueError: it is no folder, and as a hub id it can be had neither here nor there.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    words = str(name).split("/")
+    if len(words) != 2 or not all(words) or words[0] in (".", "..", "~"):
+        raise ValueError(f"{str(name)!r} is no folder here, and a hub id has the form owner/model")
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    cached = isinstance(try_to_load_from_cache(str(name), "config.json"), str)
+    try:
+        return Path(snapshot_download(
+            str(name), allow_patterns=list(WANTED), local_files_only=offline, etag_timeout=5
+        ))
+    except Exception as error:  # every kind of network failure has a class of its own
+        why = "HF_HUB_OFFLINE is set" if offline else f"{type(error).__name__}"
+        state = "is only half downloaded" if cached else "is not on this machine"
+        raise ValueError(
+            f"{name} {state} and could not be fetched ({why}); where there is a network, run:"
+            f"  hf download {name}"
+        ) from None
+
+
+def load_tokenizer(folder: Path | str) -> Any:
+    """The tokenizer of a model folder, by transformers.
+
+    Raises:
+        ValueError: there is none that it can read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"{folder} has no tokenizer that transformers reads: {reason}") from None
+
+
+def scores(name: str) -> dict[str, Any]:
+    """The held-out figures that lie beside a shipped model in `scores.json`; {} if none do."""
+    path = SHIPPED / name / "scores.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
