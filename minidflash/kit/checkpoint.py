@@ -25,7 +25,7 @@ from minidflash.attention import LayerConfig
 from minidflash.cache import CachedQwen3
 from minidflash.drafter import DrafterConfig, DraftModel
 from minidflash.kit.store import write_atomically
-from minidflash.qwen3 import Qwen3Config, read_rope_theta, refuse_unsupported
+from minidflash.qwen3 import Qwen3, Qwen3Config, read_rope_theta, refuse_unsupported
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -204,7 +204,7 @@ def _write_tensors(
 
 
 def save_target(
-    target: CachedQwen3, folder: Path | str, stop_ids: Iterable[int] = (),
+    target: Qwen3, folder: Path | str, stop_ids: Iterable[int] = (0,),
     dtype: torch.dtype | str = "bfloat16", shard_bytes: int | None = None,
 ) -> None:
     """Write a target so that `AutoModelForCausalLM.from_pretrained` loads it.
@@ -212,7 +212,8 @@ def save_target(
     Args:
         target: any Qwen3 of room 02 or 04.
         folder: is made if needed; a tokenizer that lies there stays.
-        stop_ids: the tokens that end a text. They are kept in both configuration files.
+        stop_ids: the tokens that end a text, kept in both configuration files; 0 is the shipped
+            tokenizer's.
         dtype: how numbers are stored: 2 bytes each unless float32 is asked for.
         shard_bytes: start another file when one would grow past this.
 

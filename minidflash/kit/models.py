@@ -16,7 +16,7 @@ import torch
 from minidflash.cache import CachedQwen3
 from minidflash.dflash import DFlashDrafter
 from minidflash.drafter import DraftModel
-from minidflash.kit.checkpoint import load_drafter, load_target, read_stop_ids
+from minidflash.kit import checkpoint
 
 SHIPPED = Path(__file__).parent / "weights"
 WANTED = ("*.json", "*.safetensors", "*.txt", "*.jinja")  # never pickles, never code
@@ -81,14 +81,31 @@ def load(
     """
     dtype = default_dtype(device) if dtype is None else dtype
     tiny = str(name) == "tiny"
-    folder = shipped("target") if tiny else find(name)
+    folder = _target_folder(name)
     drafts = find(draft) if draft is not None else shipped("dflash") if tiny else None
-    target = load_target(folder, dtype, device)
-    model = None if drafts is None else load_drafter(drafts, dtype, device)
-    pair = Pair(target, model, load_tokenizer(folder), read_stop_ids(folder))
+    target = checkpoint.load_target(folder, dtype, device)
+    model = None if drafts is None else checkpoint.load_drafter(drafts, dtype, device)
+    pair = Pair(target, model, load_tokenizer(folder), checkpoint.read_stop_ids(folder))
     if model is not None:
         pair.drafter()  # refuses a drafter made for another target, now rather than later
     return pair
+
+
+def load_target(
+    name: str | Path = "tiny", dtype: torch.dtype | str | None = None, device: str = "cpu"
+) -> tuple[CachedQwen3, Any]:
+    """A target and its tokenizer, without any drafter: what a drafter's training starts from.
+
+    Raises:
+        ValueError: see `load`.
+    """
+    folder = _target_folder(name)
+    dtype = default_dtype(device) if dtype is None else dtype
+    return checkpoint.load_target(folder, dtype, device), load_tokenizer(folder)
+
+
+def _target_folder(name: str | Path) -> Path:
+    return shipped("target") if str(name) == "tiny" else find(name)
 
 
 def shipped(name: str) -> Path:
@@ -147,7 +164,7 @@ def load_tokenizer(folder: Path | str) -> Any:
         raise ValueError(f"{folder} has no tokenizer that transformers reads: {reason}") from None
 
 
-def scores(name: str) -> dict[str, Any]:
-    """The held-out figures that lie beside a shipped model in `scores.json`; {} if none do."""
-    path = SHIPPED / name / "scores.json"
+def recipe(name: str) -> dict[str, Any]:
+    """What lies beside a shipped model in `recipe.json`: how it was made, how good it is; or {}."""
+    path = SHIPPED / name / "recipe.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

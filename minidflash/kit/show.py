@@ -419,8 +419,9 @@ def timeline(
     axes.set_yticks(range(len(lanes)), list(lanes), parse_math=False)
     axes.set(ylim=(len(lanes) - 0.5, -0.6), xlabel="milliseconds after the prefill")
     axes.spines[["top", "right", "left"]].set_visible(False)
+    spoken = ("draft", "verify", "rest")
     handles = [Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=label)
-               for (colour, hatch, *_), label in zip(used, ("draft", "verify", "rest"), strict=True)]
+               for (colour, hatch, *_), label in zip(used, spoken, strict=True)]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False,
                   title="number above a round: tokens it wrote", title_fontsize=8)
     return Picture(figure, "\n".join(lines))
