@@ -111,7 +111,8 @@ def _wild_chunks(split: str, seed: int, epoch: int) -> list[tuple[str, str]]:
     return [pieces[i] for i in sorted(range(len(pieces)), key=keys.__getitem__)]
 
 
-def _texts(kind: str, split: str, seed: int) -> Iterator[str]:
+def texts(kind: str, split: str, seed: int) -> Iterator[str]:
+    """Whole documents of a kind, or pieces of wild text, without end."""
     if kind == "wild":
         return (
             piece for epoch in itertools.count() for _, piece in _wild_chunks(split, seed, epoch)
@@ -156,10 +157,10 @@ def token_stream(
     if not total:
         raise ValueError(f"shares is {dict(shares)!r}; at least one must be above 0")
     for kind, share in shares.items():
-        wanted, texts = share / total * count, _texts(kind, split, seed)
+        wanted, source = share / total * count, texts(kind, split, seed)
         while wanted > 0:
             size = min(4096, int(wanted / (500 if kind == "wild" else 90)) + 1)
-            for encoding in backend.encode_batch_fast(list(itertools.islice(texts, size))):
+            for encoding in backend.encode_batch_fast(list(itertools.islice(source, size))):
                 if wanted > 0:
                     parts.append(np.array([*encoding.ids, END_ID], dtype=np.uint16))
                     wanted -= len(parts[-1])

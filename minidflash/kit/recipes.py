@@ -1,0 +1,441 @@
+"""How every shipped model was made: one function and one command each, from a seed to weights.
+
+    python -m minidflash train target  DIR      the Qwen3-shaped target, on world and wild text
+    python -m minidflash train dflash  DIR      a DFlash drafter, on text that the target writes
+
+A run that is stopped goes on when the same command is given again. Several processes share the
+work under `torchrun --nproc-per-node N -m minidflash train ...`; each gradient is then the sum.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minidflash.anchors import sample_anchors
+from minidflash.cache import CachedQwen3
+from minidflash.dflash import generate
+from minidflash.drafter import DrafterConfig, DraftModel
+from minidflash.features import tap_layers
+from minidflash.kit import checkpoint, models
+from minidflash.kit import checkpoint, models
+from minidflash.kit.answers import share_right, wild_cuts, world_prompts, write_answers
+from minidflash.kit.store import Store
+from minidflash.kit.tokenizer import END_ID, MASK_ID, load_tokenizer, texts
+from minidflash.kit.world import KINDS, Dice, document
+from minidflash.loss import default_gamma
+from minidflash.qwen3 import Qwen3, Qwen3Config
+from minidflash.train import TrainSettings, drafter_loss, fit
+
+TINY = Qwen3Config(
+    hidden_size=128, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=32, vocab_size=1024, num_hidden_layers=24, max_position_embeddings=1024,
+)
+SHARES = {"maths": 0.33, "code": 0.33, "chat": 0.16, "wild": 0.18}
+
+
+# ------------------------------------------------------------------------------------ the target
+
+
+def weighted_rows(
+    tokenizer: Any, split: str, seed: int, rows: int, length: int,
+    shares: dict[str, float], prompt_weight: float = 0.25,
+) -> np.ndarray:
+    """Documents in random order cut into rows, uint16 [rows 2 length]: ids, and 255 * weight.
+
+    A prompt is random and cannot be guessed, so its tokens weigh less than those of the answer.
+    """
+    encode = tokenizer.backend_tokenizer.encode_batch_fast
+    parts: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def add(prompt: list[int], answer: list[int]) -> int:
+        ids = np.array([*prompt, *answer, END_ID], np.uint16)
+        weight = np.full(len(ids), 255, np.uint16)
+        weight[: len(prompt)] = int(255 * prompt_weight)
+        parts.append((ids, weight))
+        return len(ids)
+
+    for kind, share in shares.items():
+        wanted, done = share / sum(shares.values()) * rows * length, 0
+        wild = texts("wild", split, seed) if kind == "wild" else iter(())
+        while wanted > 0:
+            size = min(4096, int(wanted / (500 if kind == "wild" else 90)) + 1)
+            if kind == "wild":
+                prompts, answers = [""] * size, list(itertools.islice(wild, size))
+            else:
+                documents = [document(kind, split, done + i, seed) for i in range(size)]
+                prompts, answers = [d.prompt for d in documents], [d.answer for d in documents]
+            done += size
+            for p, a in zip(encode(prompts), encode(answers), strict=True):
+                wanted -= add(p.ids, a.ids) if wanted > 0 else 0
+    dice = Dice(f"order/{split}/{seed}")
+    keys = [dice.random() for _ in parts]
+    order = sorted(range(len(parts)), key=keys.__getitem__)
+    whole = [np.concatenate([parts[i][side] for i in order])[: rows * length] for side in (0, 1)]
+    return np.stack([x.reshape(rows, length) for x in whole], 1)
+
+
+def initialise(model: Qwen3, seed: int) -> None:
+    """Normal weights; what writes into the residual stream starts smaller."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        if p.ndim == 2:
+            token_row = "embed_tokens" in name or "lm_head" in name
+            out = "o_proj" in name or "down_proj" in name
+            std = 0.02 if token_row else p.shape[1] ** -0.5 * (0.3 if out else 1.0)
+            nn.init.normal_(p, std=std, generator=generator)
+
+
+@torch.no_grad()
+def grow(shallow: Qwen3, layers: int) -> CachedQwen3:
+    """The same function with more layers: each layer is followed by copies that add nothing yet.
+
+    A copy's `o_proj` and `down_proj` are zero, so at first it passes the residual stream on as it
+    came. Shallow steps cost a fraction; what they learnt is kept whole.
+
+    Raises:
+        ValueError: `layers` is no multiple of the old depth.
+    """
+    old = shallow.config.num_hidden_layers
+    if layers % old:
+        raise ValueError(f"layers={layers} must be a multiple of the old depth {old}")
+    deep = CachedQwen3(replace(shallow.config, num_hidden_layers=layers))
+    for name in ("embed_tokens", "norm"):
+        getattr(deep.model, name).load_state_dict(getattr(shallow.model, name).state_dict())
+    deep.lm_head.load_state_dict(shallow.lm_head.state_dict())
+    for i, layer in enumerate(deep.model.layers):
+        source, copy = divmod(i, layers // old)
+        layer.load_state_dict(shallow.model.layers[source].state_dict())
+        if copy:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return deep
+
+
+def language_loss(model: Qwen3) -> Callable:
+    """Next-token loss of weighted rows. The mask id never competes, so its row stays ordinary."""
+
+    def loss_of(rows: Tensor, generator: torch.Generator):
+        ids, weight = rows[:, 0], rows[:, 1, 1:].flatten() / 255
+        logits, _ = model(ids[:, :-1])
+        logits = logits.flatten(0, 1).float()
+        logits[:, MASK_ID] = -1e9
+        nll = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
+        return (nll * weight).sum(), weight.sum(), {}
+
+    return loss_of
+
+
+@torch.no_grad()
+def held_out_loss(model: Qwen3, tokenizer: Any, rows: int = 24) -> dict[str, float]:
+    """Nats per answer token of each kind, and of wild text, on the held-out split."""
+    losses = {}
+    for kind in (*KINDS, "wild"):
+        x = weighted_rows(tokenizer, "held_out", 5, rows, 257, {kind: 1.0}, prompt_weight=0.0)
+        total, weight, _ = language_loss(model)(torch.from_numpy(x.astype(np.int64)), None)
+        losses[f"held_out_{kind}"] = (total / weight).item()
+    return losses
+
+
+def train_target(
+    directory: Path, steps: tuple[int, ...], depths: tuple[int, ...], lr: float, seed: int,
+    batch: int = 8, config: Qwen3Config = TINY, **settings: Any,
+) -> CachedQwen3:
+    """Train at each depth in turn, growing in between; the last depth is the shipped one."""
+    tokenizer, ranks, rank = load_tokenizer(), *processes()
+    model: Qwen3 = Qwen3(replace(config, num_hidden_layers=depths[0]))
+    initialise(model, seed)
+    for stage, (count, depth) in enumerate(zip(steps, depths, strict=True)):
+        last = stage == len(steps) - 1
+        model = grow(model, depth)
+        rows = weighted_rows(tokenizer, "train", seed + stage, count * batch, 257, SHARES)
+
+        def batch_at(i: int, rows=rows) -> Tensor:
+            start = (i * ranks + rank) * (batch // ranks)
+            return torch.from_numpy(rows[start : start + batch // ranks].astype(np.int64))
+
+        s = TrainSettings(steps=count, lr=lr, final_lr=0.02 if last else 0.4, bf16=True, seed=seed,
+                          weight_decay=0.05, **settings)
+        fit(model, language_loss(model), batch_at, s, Store(directory / f"stage{stage}", rank),
+            lambda model=model: held_out_loss(model, tokenizer) if rank == 0 else {}, 400)
+    return model
+
+
+def processes() -> tuple[int, int]:
+    """(number of processes, my number); joins the others when torchrun has started several."""
+    count, mine = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    if count > 1 and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return count, mine
+
+
+# ----------------------------------------------------------------------------------- the drafter
+
+
+@torch.no_grad()
+def warm_start(model: DraftModel, target: Qwen3) -> None:
+    """Begin as a piece of the target: its last layers, reading its last tap.
+
+    Layer i becomes the target's (L - n + i)-th layer; `fc` picks the last tap; `hidden_norm` takes
+    that layer's input norm. Attention then routes sensibly from the first step.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    c, t = model.config, target.config
+    if c.hidden_size != t.hidden_size or c.head_dim != t.head_dim:
+        raise ValueError(f"warm start: width {c.hidden_size} against {t.hidden_size}")
+    borrowed = target.model.layers[t.num_hidden_layers - c.num_hidden_layers :]
+    for mine, theirs in zip(model.layers, borrowed, strict=True):
+        mine.load_state_dict(theirs.state_dict())
+    model.fc.weight.zero_()
+    model.fc.weight[:, -t.hidden_size :] = torch.eye(t.hidden_size)
+    model.hidden_norm.load_state_dict(borrowed[0].input_layernorm.state_dict())
+    model.norm.load_state_dict(target.model.norm.state_dict())
+
+
+def new_drafter(target: Qwen3, layers: int, block_size: int, taps: Sequence[int]) -> DraftModel:
+    """An untrained drafter of the target's width."""
+    t = target.config
+    return DraftModel(DrafterConfig(
+        hidden_size=t.hidden_size, intermediate_size=t.intermediate_size,
+        num_attention_heads=t.num_attention_heads, num_key_value_heads=t.num_key_value_heads,
+        head_dim=t.head_dim, rms_norm_eps=t.rms_norm_eps, rope_theta=t.rope_theta,
+        num_hidden_layers=layers, block_size=block_size, mask_token_id=MASK_ID,
+        target_layer_ids=tuple(taps), num_target_layers=t.num_hidden_layers,
+        target_hidden_size=t.hidden_size, vocab_size=t.vocab_size))
+
+
+def drafter_text(
+    target: CachedQwen3, tokenizer: Any, world: int, wild: int, temperatures: Sequence[float],
+    seed: int, file: Path,
+) -> list[tuple[list[int], int]]:
+    """`world` documents of each kind and `wild` pieces, continued by the target; kept in `file`."""
+    if not file.exists():
+        prompts = [ids for _, ids in world_prompts(tokenizer, "train", world, KINDS, seed)]
+        prompts += wild_cuts(tokenizer, "train", wild, 64, seed)
+        rows = write_answers(target, prompts, temperatures, seed)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".part")
+        part.write_text("".join(json.dumps({"prompt": n, "ids": ids}) + "\n" for ids, n in rows))
+        part.rename(file)
+    lines = map(json.loads, file.read_text().splitlines())
+    return [(line["ids"], line["prompt"]) for line in lines]
+
+
+class TextWithFeatures:
+    """The drafter's training rows in batches of like length: ids, features, loss mask.
+
+    Features are computed once, by the frozen target, and kept in bfloat16.
+    """
+
+    def __init__(self, target: CachedQwen3, rows: list[tuple[list[int], int]],
+                 taps: tuple[int, ...], batch: int, seed: int):
+        rows = sorted((r for r in rows if len(r[0]) - r[1] >= 4), key=lambda r: len(r[0]))
+        self.groups = [rows[i : i + batch] for i in range(0, len(rows), batch)]
+        self.target, self.taps, self.seed = target, taps, seed
+        self.kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def group(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of one group, padded to its longest: ids [R S], features [R S F], mask [R S]."""
+        if i not in self.kept:
+            rows = self.groups[i]
+            ids = torch.full((len(rows), max(len(r) for r, _ in rows)), END_ID)
+            mask = torch.zeros(ids.shape, dtype=torch.bool)
+            for r, (tokens, prompt) in enumerate(rows):
+                ids[r, : len(tokens)] = torch.tensor(tokens)
+                mask[r, prompt : len(tokens)] = True
+            features = self.target.forward(ids, None, self.taps)[1].bfloat16()
+            self.kept[i] = ids, features, mask
+        return self.kept[i]
+
+    def batch_at(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Batch i: every epoch visits all groups once, in an order of its own."""
+        epoch, place = divmod(i, len(self.groups))
+        g = torch.Generator().manual_seed(self.seed * 7919 + epoch)
+        order = torch.randperm(len(self.groups), generator=g)
+        return self.group(int(order[place]))
+
+
+def block_loss(model: DraftModel, target: CachedQwen3, anchors: int, gamma: float) -> Callable:
+    """Room 15's loss on rows with features, with fresh random anchors every time."""
+
+    def loss_of(batch: tuple[Tensor, Tensor, Tensor], generator: torch.Generator):
+        ids, features, mask = batch
+        drawn = sample_anchors(mask, anchors, generator)
+        return drafter_loss(
+            model, target.embed, target.head, ids, features.float(), drawn, mask, gamma
+        )
+
+    return loss_of
+
+
+def decode_acceptance(
+    target: CachedQwen3, model: DraftModel, prompts: Sequence[list[int]], temperature: float = 0.0,
+    max_new_tokens: int = 100,
+) -> float:
+    """Tokens per round over all rounds of all prompts: the only figure that counts."""
+    written = rounds = 0
+    for prompt in prompts:
+        out = generate(target, model, prompt, max_new_tokens, stop_ids=(END_ID,),
+                       temperature=temperature, generator=torch.Generator().manual_seed(0))
+        written, rounds = written + len(out.tokens) - 1, rounds + len(out.rounds)
+    return written / max(1, rounds)
+
+
+def train_dflash(
+    directory: Path, target: CachedQwen3, tokenizer: Any, *, steps: int, lr: float = 2.5e-3,
+    layers: int = 5, taps: int = 5, block_size: int = 16, anchors: int = 16, batch: int = 16,
+    world: int = 3000, wild: int = 1500, temperatures: Sequence[float] = (0.0, 0.8, 0.0, 0.5),
+    warm: bool = True, seed: int = 0, **settings: Any,
+) -> DraftModel:
+    """Text by the target, its features, then room 15's loop; acceptance measured on the way."""
+    file = directory / "text.jsonl"
+    rows = drafter_text(target, tokenizer, world, wild, temperatures, seed, file)
+    tapped = tap_layers(target.config.num_hidden_layers, taps)
+    model = new_drafter(target, layers, block_size, tapped)
+    torch.manual_seed(seed)
+    for p in model.parameters():
+        if p.ndim == 2:
+            nn.init.normal_(p, std=p.shape[1] ** -0.5)
+    if warm:
+        warm_start(model, target)
+    data = TextWithFeatures(target, rows, model.config.target_layer_ids, batch, seed)
+    unseen = [p for _, p in world_prompts(tokenizer, "held_out", 4, KINDS, seed)]
+    s = TrainSettings(steps=steps, lr=lr, final_lr=0.02, seed=seed, bf16=True, **settings)
+    fit(model, block_loss(model, target, anchors, default_gamma(block_size)), data.batch_at, s,
+        Store(directory), lambda: {"tau": decode_acceptance(target, model, unseen)}, 250)
+    return model
+
+
+# ---------------------------------------------------------------------------------- the commands
+
+
+def write_scores(directory: Path, recipe: dict[str, Any], scores: dict[str, Any]) -> None:
+    """Put how it was made and how good it is beside the weights."""
+    versions = {"torch": torch.__version__, "threads": torch.get_num_threads(),
+                "device": "cpu", "date": time.strftime("%Y-%m-%d")}
+    text = json.dumps({"recipe": recipe, "scores": scores, "made_with": versions}, indent=2)
+    (directory / "recipe.json").write_text(text + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`train target DIR` or `train dflash DIR`; see --help."""
+    parser = argparse.ArgumentParser(prog="minidflash train", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="what", required=True)
+    t = kinds.add_parser("target", help="the tiny Qwen3-shaped target")
+    t.add_argument("directory", type=Path)
+    t.add_argument("--steps", type=int, nargs="+", default=[4600, 1200], help="per depth")
+    t.add_argument("--depths", type=int, nargs="+", default=[8, 24], help="layers, growing")
+    t.add_argument("--lr", type=float, default=2.5e-3)
+    t.add_argument("--batch", type=int, default=8, help="rows of 256 tokens per step")
+    t.add_argument("--seed", type=int, default=3)
+    d = kinds.add_parser("dflash", help="a DFlash drafter for a target")
+    d.add_argument("directory", type=Path)
+    d.add_argument("--target", default="tiny", help="'tiny' or a directory")
+    d.add_argument("--steps", type=int, default=4000)
+    d.add_argument("--lr", type=float, default=2.5e-3)
+    d.add_argument("--layers", type=int, default=5)
+    d.add_argument("--taps", type=int, default=5)
+    d.add_argument("--block-size", type=int, default=16)
+    d.add_argument("--anchors", type=int, default=16, help="per document and step")
+    d.add_argument("--batch", type=int, default=16, help="documents per step")
+    d.add_argument("--world", type=int, default=3000, help="documents per kind")
+    d.add_argument("--wild", type=int, default=1500, help="pieces of the standard library")
+    d.add_argument("--cold", action="store_true", help="random start instead of warm start")
+    d.add_argument("--seed", type=int, default=0)
+    args = vars(parser.parse_args(argv))
+    what, directory = args.pop("what"), args.pop("directory")
+    recipe = {"command": f"python -m minidflash train {what}", **args}
+    ranks, rank = processes()
+    torch.set_num_threads(1 if ranks > 1 else torch.get_num_threads())
+    if what == "target":
+        args["steps"], args["depths"] = tuple(args["steps"]), tuple(args["depths"])
+        model = train_target(directory, **args)
+        if rank == 0:
+            tokenizer = load_tokenizer()
+            scores = {"right": share_right(model, tokenizer), **held_out_loss(model, tokenizer)}
+            checkpoint.save_target(model, directory)
+            write_scores(directory, recipe, scores)
+    else:
+        args["warm"] = not args.pop("cold")
+        target, tokenizer = models.load_target(args.pop("target"))
+        drafter = train_dflash(directory, target, tokenizer, **args)
+        checkpoint.save_drafter(drafter, directory)
+        unseen = [p for _, p in world_prompts(tokenizer, "held_out", 8, KINDS, 1)]
+        scores = {f"tau at {t}": decode_acceptance(target, drafter, unseen, t) for t in (0.0, 0.7)}
+        write_scores(directory, recipe, scores)
+    return 0
+
+
+# ---------------------------------------------------------------------------------- the commands
+
+
+def write_scores(directory: Path, recipe: dict[str, Any], scores: dict[str, Any]) -> None:
+    """Put how it was made and how good it is beside the weights."""
+    versions = {"torch": torch.__version__, "threads": torch.get_num_threads(),
+                "device": "cpu", "date": time.strftime("%Y-%m-%d")}
+    text = json.dumps({"recipe": recipe, "scores": scores, "made_with": versions}, indent=2)
+    (directory / "recipe.json").write_text(text + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`train target DIR` or `train dflash DIR`; see --help."""
+    parser = argparse.ArgumentParser(prog="minidflash train", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="what", required=True)
+    t = kinds.add_parser("target", help="the tiny Qwen3-shaped target")
+    t.add_argument("directory", type=Path)
+    t.add_argument("--steps", type=int, nargs="+", default=[4600, 1200], help="per depth")
+    t.add_argument("--depths", type=int, nargs="+", default=[8, 24], help="layers, growing")
+    t.add_argument("--lr", type=float, default=2.5e-3)
+    t.add_argument("--batch", type=int, default=8, help="rows of 256 tokens per step")
+    t.add_argument("--seed", type=int, default=3)
+    d = kinds.add_parser("dflash", help="a DFlash drafter for a target")
+    d.add_argument("directory", type=Path)
+    d.add_argument("--target", default="tiny", help="'tiny' or a directory")
+    d.add_argument("--steps", type=int, default=4000)
+    d.add_argument("--lr", type=float, default=2.5e-3)
+    d.add_argument("--layers", type=int, default=5)
+    d.add_argument("--taps", type=int, default=5)
+    d.add_argument("--block-size", type=int, default=16)
+    d.add_argument("--anchors", type=int, default=16, help="per document and step")
+    d.add_argument("--batch", type=int, default=16, help="documents per step")
+    d.add_argument("--world", type=int, default=3000, help="documents per kind")
+    d.add_argument("--wild", type=int, default=1500, help="pieces of the standard library")
+    d.add_argument("--cold", action="store_true", help="random start instead of warm start")
+    d.add_argument("--seed", type=int, default=0)
+    args = vars(parser.parse_args(argv))
+    what, directory = args.pop("what"), args.pop("directory")
+    recipe = {"command": f"python -m minidflash train {what}", **args}
+    ranks, rank = processes()
+    torch.set_num_threads(1 if ranks > 1 else torch.get_num_threads())
+    if what == "target":
+        args["steps"], args["depths"] = tuple(args["steps"]), tuple(args["depths"])
+        model = train_target(directory, **args)
+        if rank == 0:
+            tokenizer = load_tokenizer()
+            scores = {"right": share_right(model, tokenizer), **held_out_loss(model, tokenizer)}
+            checkpoint.save_target(model, directory)
+            write_scores(directory, recipe, scores)
+    else:
+        args["warm"] = not args.pop("cold")
+        target, tokenizer = models.load_target(args.pop("target"))
+        drafter = train_dflash(directory, target, tokenizer, **args)
+        checkpoint.save_drafter(drafter, directory)
+        unseen = [p for _, p in world_prompts(tokenizer, "held_out", 8, KINDS, 1)]
+        scores = {f"tau at {t}": decode_acceptance(target, drafter, unseen, t) for t in (0.0, 0.7)}
+        write_scores(directory, recipe, scores)
+    return 0
