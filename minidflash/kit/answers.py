@@ -44,7 +44,8 @@ def continue_rows(
         alive = fed[:, 0] != END_ID
         if not alive.any():
             break
-        if alive.float().mean() < 0.75:  # drop finished rows: they would only cost time
+        # Drop finished rows: they would only cost time.
+        if alive.float().mean() < 0.75:
             cache.keys, cache.values = cache.keys[:, alive], cache.values[:, alive]
             rows, fed = rows[alive], fed[alive]
     return [a[: a.index(END_ID) + 1] if END_ID in a else a for a in answers]
@@ -79,7 +80,7 @@ def write_answers(
     batch: int = 64,
     quiet: bool = False,
 ) -> list[tuple[list[int], int]]:
-    """Continue every prompt at one of the temperatures, in turn; [(prompt + answer, prompt length)].
+    """Continue each prompt at one of the temperatures: [(prompt + answer, prompt length)].
 
     The order of the result is that of the prompts.
     """

@@ -28,7 +28,6 @@ from minidflash.dflash import generate
 from minidflash.drafter import DrafterConfig, DraftModel
 from minidflash.features import tap_layers
 from minidflash.kit import checkpoint, models
-from minidflash.kit import checkpoint, models
 from minidflash.kit.answers import share_right, wild_cuts, world_prompts, write_answers
 from minidflash.kit.store import Store
 from minidflash.kit.tokenizer import END_ID, MASK_ID, load_tokenizer, texts
@@ -317,67 +316,6 @@ def train_dflash(
     fit(model, block_loss(model, target, anchors, default_gamma(block_size)), data.batch_at, s,
         Store(directory), lambda: {"tau": decode_acceptance(target, model, unseen)}, 250)
     return model
-
-
-# ---------------------------------------------------------------------------------- the commands
-
-
-def write_scores(directory: Path, recipe: dict[str, Any], scores: dict[str, Any]) -> None:
-    """Put how it was made and how good it is beside the weights."""
-    versions = {"torch": torch.__version__, "threads": torch.get_num_threads(),
-                "device": "cpu", "date": time.strftime("%Y-%m-%d")}
-    text = json.dumps({"recipe": recipe, "scores": scores, "made_with": versions}, indent=2)
-    (directory / "recipe.json").write_text(text + "\n")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`train target DIR` or `train dflash DIR`; see --help."""
-    parser = argparse.ArgumentParser(prog="minidflash train", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = parser.add_subparsers(dest="what", required=True)
-    t = kinds.add_parser("target", help="the tiny Qwen3-shaped target")
-    t.add_argument("directory", type=Path)
-    t.add_argument("--steps", type=int, nargs="+", default=[4600, 1200], help="per depth")
-    t.add_argument("--depths", type=int, nargs="+", default=[8, 24], help="layers, growing")
-    t.add_argument("--lr", type=float, default=2.5e-3)
-    t.add_argument("--batch", type=int, default=8, help="rows of 256 tokens per step")
-    t.add_argument("--seed", type=int, default=3)
-    d = kinds.add_parser("dflash", help="a DFlash drafter for a target")
-    d.add_argument("directory", type=Path)
-    d.add_argument("--target", default="tiny", help="'tiny' or a directory")
-    d.add_argument("--steps", type=int, default=4000)
-    d.add_argument("--lr", type=float, default=2.5e-3)
-    d.add_argument("--layers", type=int, default=5)
-    d.add_argument("--taps", type=int, default=5)
-    d.add_argument("--block-size", type=int, default=16)
-    d.add_argument("--anchors", type=int, default=16, help="per document and step")
-    d.add_argument("--batch", type=int, default=16, help="documents per step")
-    d.add_argument("--world", type=int, default=3000, help="documents per kind")
-    d.add_argument("--wild", type=int, default=1500, help="pieces of the standard library")
-    d.add_argument("--cold", action="store_true", help="random start instead of warm start")
-    d.add_argument("--seed", type=int, default=0)
-    args = vars(parser.parse_args(argv))
-    what, directory = args.pop("what"), args.pop("directory")
-    recipe = {"command": f"python -m minidflash train {what}", **args}
-    ranks, rank = processes()
-    torch.set_num_threads(1 if ranks > 1 else torch.get_num_threads())
-    if what == "target":
-        args["steps"], args["depths"] = tuple(args["steps"]), tuple(args["depths"])
-        model = train_target(directory, **args)
-        if rank == 0:
-            tokenizer = load_tokenizer()
-            scores = {"right": share_right(model, tokenizer), **held_out_loss(model, tokenizer)}
-            checkpoint.save_target(model, directory)
-            write_scores(directory, recipe, scores)
-    else:
-        args["warm"] = not args.pop("cold")
-        target, tokenizer = models.load_target(args.pop("target"))
-        drafter = train_dflash(directory, target, tokenizer, **args)
-        checkpoint.save_drafter(drafter, directory)
-        unseen = [p for _, p in world_prompts(tokenizer, "held_out", 8, KINDS, 1)]
-        scores = {f"tau at {t}": decode_acceptance(target, drafter, unseen, t) for t in (0.0, 0.7)}
-        write_scores(directory, recipe, scores)
-    return 0
 
 
 # ---------------------------------------------------------------------------------- the commands
