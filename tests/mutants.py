@@ -1,8 +1,8 @@
 """Runs one room's spec on many variants of the room, quickly: one import, then a fork per variant.
 
-``python tests/mutants.py JOB.json`` reads {"spec", "room", "seconds", "variants": [{"name",
-"exercise", "source"}, ...]} and writes JOB.out.json: for each variant's name the first failure of
-the tests that mark its exercise, pytest's output and its exit status.
+``python tests/mutants.py JOB.json`` reads {"spec", "room", "seconds", "test_seconds", "variants":
+[{"name", "exercise", "source"}, ...]} and writes JOB.out.json: for each variant's name the first
+failure of the tests that mark its exercise, pytest's output and its exit status.
 """
 
 import contextlib
@@ -20,15 +20,19 @@ FORKS = sys.platform == "linux"  # a fork after importing torch is not safe on m
 ABROAD = {"HYPOTHESIS_PROFILE": "judge", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def examine(spec: Path, room: str, variants: list[dict], seconds: float = 90) -> dict[str, dict]:
+def examine(
+    spec: Path, room: str, variants: list[dict], seconds: float = 90, test_seconds: float = 20
+) -> dict[str, dict]:
     """Run a spec on variants of its room, in another process; results by the variants' names."""
     chunks = [variants] if FORKS else [[variant] for variant in variants]
     results: dict[str, dict] = {}
     for chunk in chunks:
         with tempfile.TemporaryDirectory() as folder:
             job = Path(folder, "job.json")
-            what = {"spec": str(spec), "room": room, "seconds": seconds, "variants": chunk}
-            job.write_text(json.dumps(what))
+            limits = {"seconds": seconds, "test_seconds": test_seconds}
+            job.write_text(
+                json.dumps({"spec": str(spec), "room": room, "variants": chunk, **limits})
+            )
             done = subprocess.run(
                 [sys.executable, __file__, str(job)],
                 cwd=HOUSE,
@@ -55,7 +59,7 @@ def run_one(job: dict, variant: dict, folder: Path) -> int:
         contextlib.redirect_stdout(file),
         contextlib.redirect_stderr(file),
     ):
-        status = int(pytest.main([*options, "--test-seconds=20", job["spec"]]))
+        status = int(pytest.main([*options, f"--test-seconds={job['test_seconds']}", job["spec"]]))
     return status
 
 
@@ -66,6 +70,7 @@ def collect(folder: Path, status: int | None) -> dict:
     ended = [event for line in lines if (event := json.loads(line))["event"] == "ended"]
     return {
         "status": status,
+        "finished": '{"event": "closed"}' in lines,
         "failures": [event for event in ended if not event["passed"]],
         "output": output.read_text(errors="replace")[-6000:] if output.exists() else "",
     }

@@ -93,9 +93,11 @@ def assert_noticed(verdict: dict, what: str) -> None:
     output = verdict["output"]
     assert verdict["status"] != 5, f"{what}: no test is marked with this exercise"
     assert "does not import" not in output, f"{what}: the room does not even import\n{output}"
-    assert verdict["status"] != 0, f"{what}: the spec passes all the same"
-    assert verdict["status"] in (1, None), f"{what}: pytest came to grief\n{output}"
-    assert verdict["failures"] or verdict["status"] is None, f"{what}: no test failed\n{output}"
+    assert verdict["status"] != 0 or not verdict["finished"], (
+        f"{what}: the spec passes all the same"
+    )
+    assert verdict["failures"] or not verdict["finished"], f"{what}: no test failed\n{output}"
+    assert verdict["status"] in (0, 1, None), f"{what}: pytest came to grief\n{output}"
 
 
 @pytest.mark.parametrize(
@@ -159,3 +161,20 @@ def test_a_replacement_must_fit_exactly_once():
     for source in ("x\n", "a\na\n"):
         with pytest.raises(AssertionError, match="not once"):
             wrong.apply(source)
+
+
+def test_the_gate_passes_the_reference_and_ends_an_endless_loop():
+    """The gate calls the unchanged reference right, and an endless loop or a crash wrong."""
+    source = test_house.room_text("verify")
+    body = "    accepted, alive = 0, 1\n"
+    assert body in source
+    rows = {
+        "right": source,
+        "endless": source.replace(body, "    while True:\n        pass\n" + body),
+        "crash": source.replace(body, "    import os\n    os._exit(0)\n" + body),
+    }
+    jobs = [{"name": name, "exercise": "7.1", "source": text} for name, text in rows.items()]
+    found = mutants.examine(test_house.spec("verify"), "verify", jobs, test_seconds=3)
+    assert found["right"]["status"] == 0 and not found["right"]["failures"]
+    assert "endless loop" in found["endless"]["failures"][0]["message"]
+    assert found["crash"]["status"] == 0 and not found["crash"]["finished"]

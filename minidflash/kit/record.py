@@ -87,6 +87,11 @@ def pytest_collection_modifyitems(config, items):
         _write(config, "collected", test=item.nodeid, labels=sorted(_labels(item)), sentence=doc)
 
 
+def pytest_sessionfinish(session, exitstatus):
+    """Say that the run came to its end: a process that exits halfway does not."""
+    _write(session.config, "closed")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
     """Say which test runs, before it runs."""
