@@ -132,7 +132,7 @@ def test_logits_that_do_not_fit_the_draft_are_refused(room, draft, shape, messag
 
 
 def test_a_temperature_flattens_or_sharpens(room):
-    """The law at temperature T is proportional to p to the power 1/T; at 0 it is all on the best."""
+    """The law at temperature T is proportional to p to the power 1/T, at 0 all on the best."""
     p = [0.6, 0.4]
     for temperature in (1.0, 0.5, 2.0):
         power = [x ** (1 / temperature) for x in p]
@@ -387,7 +387,7 @@ def one_token(room, scheme, p):
     ([0.6, 0.3, 0.1], [0.6, 0.3, 0.1], [0.6, 0.46, 1.0]),
 ])  # fmt: skip
 def test_three_pairings_are_lossless_and_keep_different_shares(room, p, q, kept):
-    """A fixed guess is kept with p(guess), a drawn one with sum pq by match, sum min(p,q) by ratio."""
+    """A fixed guess is kept with p(guess), a drawn one with sum pq, by ratio with sum min(p, q)."""
     best = q.index(max(q))
     schemes = [
         lambda g: ([best], None),
