@@ -336,8 +336,8 @@ def text(report: Mapping[str, Any]) -> str:
               report["overall"]), *report["by_kind"].items()]
     for title, found in whole if len(report["by_kind"]) > 1 else whole[:1]:
         plain = found[PLAIN]
-        lines += [f"{title}: {plain['prompts']} prompts, {plain['tokens']} plain tokens,"
-                  f" distinct-4 {plain['distinct4']:.2f}", show.table(head, rows(found)), ""]
+        lines += [f"{title}   prompts {plain['prompts']}   plain tokens {plain['tokens']}"
+                  f"   distinct-4 {plain['distinct4']:.2f}", show.table(head, rows(found)), ""]
     if "draft_flatness" in report:
         times = "  ".join(f"B={size}: {ms:.2f} ms" for size, ms in report["draft_ms"].items())
         lines.append(f"one draft   {times}   T(16) / T(4) = {report['draft_flatness']:.2f}")

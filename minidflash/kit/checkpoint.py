@@ -13,6 +13,7 @@ A drafter eleven tensors per layer, and `fc.weight`, `hidden_norm.weight`, `norm
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def _write_tensors(
     names = [WEIGHTS] if len(shards) == 1 else [
         f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     for file, shard in zip(names, shards, strict=True):
-        write_atomically(folder / file, lambda part, s=shard: save_file(s, part, {"format": "pt"}))
+        write_atomically(folder / file, partial(save_file, shard, metadata={"format": "pt"}))
     if len(shards) > 1:
         total = sum(t.nbytes for t in tensors.values())
         places = {name: f for f, shard in zip(names, shards, strict=True) for name in shard}
