@@ -29,7 +29,7 @@ from minidflash.drafter import DrafterConfig, DraftModel
 from minidflash.features import tap_layers
 from minidflash.kit import checkpoint, models
 from minidflash.kit.answers import share_right, wild_cuts, world_prompts, write_answers
-from minidflash.kit.store import Store
+from minidflash.kit.store import Store, write_atomically
 from minidflash.kit.tokenizer import END_ID, MASK_ID, load_tokenizer, texts
 from minidflash.kit.world import KINDS, Dice, document
 from minidflash.loss import default_gamma
@@ -165,7 +165,7 @@ def train_target(
 
         s = TrainSettings(steps=count, lr=lr, final_lr=0.02 if last else 0.4, bf16=True, seed=seed,
                           weight_decay=0.05, **settings)
-        fit(model, language_loss(model), batch_at, s, Store(directory / f"stage{stage}", rank),
+        fit(model, language_loss(model), batch_at, s, Store(directory / f"stage{stage}"),
             lambda model=model: held_out_loss(model, tokenizer) if rank == 0 else {}, 400)
     return model
 
@@ -217,19 +217,24 @@ def new_drafter(target: Qwen3, layers: int, block_size: int, taps: Sequence[int]
 
 def drafter_text(
     target: CachedQwen3, tokenizer: Any, world: int, wild: int, temperatures: Sequence[float],
-    seed: int, file: Path,
+    seed: int, directory: Path,
 ) -> list[tuple[list[int], int]]:
-    """`world` documents of each kind and `wild` pieces, continued by the target; kept in `file`."""
-    if not file.exists():
+    """`world` documents of each kind and `wild` pieces, continued by the target.
+
+    Returns [(prompt and answer, length of the prompt)]. Kept in `directory`, one file per process.
+    """
+    ranks, rank = processes()
+    files = [directory / f"text.{i}-of-{ranks}.jsonl" for i in range(ranks)]
+    if not files[rank].exists():
         prompts = [ids for _, ids in world_prompts(tokenizer, "train", world, KINDS, seed)]
         prompts += wild_cuts(tokenizer, "train", wild, 64, seed)
-        rows = write_answers(target, prompts, temperatures, seed)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")
-        part.write_text("".join(json.dumps({"prompt": n, "ids": ids}) + "\n" for ids, n in rows))
-        part.rename(file)
-    lines = map(json.loads, file.read_text().splitlines())
-    return [(line["ids"], line["prompt"]) for line in lines]
+        rows = write_answers(target, prompts[rank::ranks], temperatures, seed + rank)
+        lines = "".join(json.dumps({"prompt": n, "ids": ids}) + "\n" for ids, n in rows)
+        write_atomically(files[rank], lambda path: path.write_text(lines))
+    if ranks > 1:
+        torch.distributed.barrier()
+    written = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [(line["ids"], line["prompt"]) for line in written]
 
 
 class TextWithFeatures:
@@ -300,8 +305,8 @@ def train_dflash(
     warm: bool = True, seed: int = 0, **settings: Any,
 ) -> DraftModel:
     """Text by the target, its features, then room 15's loop; acceptance measured on the way."""
-    file = directory / "text.jsonl"
-    rows = drafter_text(target, tokenizer, world, wild, temperatures, seed, file)
+    ranks, rank = processes()
+    rows = drafter_text(target, tokenizer, world, wild, temperatures, seed, directory)
     tapped = tap_layers(target.config.num_hidden_layers, taps)
     model = new_drafter(target, layers, block_size, tapped)
     torch.manual_seed(seed)
@@ -313,8 +318,9 @@ def train_dflash(
     data = TextWithFeatures(target, rows, model.config.target_layer_ids, batch, seed)
     unseen = [p for _, p in world_prompts(tokenizer, "held_out", 4, KINDS, seed)]
     s = TrainSettings(steps=steps, lr=lr, final_lr=0.02, seed=seed, bf16=True, **settings)
-    fit(model, block_loss(model, target, anchors, default_gamma(block_size)), data.batch_at, s,
-        Store(directory), lambda: {"tau": decode_acceptance(target, model, unseen)}, 250)
+    fit(model, block_loss(model, target, anchors, default_gamma(block_size)),
+        lambda i: data.batch_at(i * ranks + rank), s, Store(directory),
+        lambda: {"tau": decode_acceptance(target, model, unseen)} if rank == 0 else {}, 250)
     return model
 
 
@@ -372,6 +378,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args["warm"] = not args.pop("cold")
         target, tokenizer = models.load_target(args.pop("target"))
         drafter = train_dflash(directory, target, tokenizer, **args)
+        if rank:
+            return 0
         checkpoint.save_drafter(drafter, directory)
         unseen = [p for _, p in world_prompts(tokenizer, "held_out", 8, KINDS, 1)]
         scores = {f"tau at {t}": decode_acceptance(target, drafter, unseen, t) for t in (0.0, 0.7)}
