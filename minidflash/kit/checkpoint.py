@@ -186,6 +186,8 @@ def _write_tensors(
         if shard_bytes is not None and held and held + tensor.nbytes > shard_bytes:
             shards.append({})
         shards[-1][name] = tensor
+    # Nothing was touched so far. From here until the new config.json the folder holds no model.
+    (folder / CONFIG).unlink(missing_ok=True)
     names = [WEIGHTS] if len(shards) == 1 else [
         f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     for file, shard in zip(names, shards, strict=True):
@@ -225,7 +227,6 @@ def save_target(
     stops = list(stop_ids)
     eos: Any = stops[0] if len(stops) == 1 else stops or None
     tied = ("lm_head.weight",) if c.tie_word_embeddings else ()
-    (folder / CONFIG).unlink(missing_ok=True)  # from here until the end: no model
     _write_tensors(target, folder, kept, tied, shard_bytes)
     write_json(folder / "generation_config.json", {"eos_token_id": eos, "do_sample": False})
     write_json(folder / CONFIG, {
@@ -420,7 +421,6 @@ def save_drafter(
     if c.target_hidden_size != c.hidden_size:
         raise ValueError(f"hidden_size={c.hidden_size} must equal target_hidden_size="
                          f"{c.target_hidden_size}: z-lab's format has no place for another")
-    (folder / CONFIG).unlink(missing_ok=True)
     _write_tensors(model, folder, kept)
     write_json(folder / CONFIG, {
         "architectures": ["DFlashDraftModel"],
