@@ -9,6 +9,7 @@ Axes   R rows (1 when decoding), Q block slots, S context positions, K = S + Q k
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -92,7 +93,7 @@ class DraftModel(nn.Module):
         taps = len(c.target_layer_ids)
         self.fc = nn.Linear(taps * c.target_hidden_size, c.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(c) for _ in range(c.num_hidden_layers))
+        self.layers: Any = nn.ModuleList(DraftLayer(c) for _ in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def angles(self, positions: Int[Tensor, "*rows Q"], dtype: torch.dtype):

@@ -97,7 +97,7 @@ class Qwen3(nn.Module):
     def __init__(self, config: Qwen3Config):
         super().__init__()
         self.config = config
-        self.model = nn.Module()
+        self.model: Any = nn.Module()
         self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         layers = (DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.model.layers = nn.ModuleList(layers)

@@ -33,7 +33,8 @@ def continue_rows(
         raise ValueError("prompts must all have the same length: batch them by length")
     rows = torch.arange(len(prompts))
     cache = target.new_cache(len(prompts[0]) + max_new_tokens, batch=len(prompts))
-    fed, answers = torch.tensor([list(p) for p in prompts]), [[] for _ in prompts]
+    fed = torch.tensor([list(p) for p in prompts])
+    answers: list[list[int]] = [[] for _ in prompts]
     for _ in range(max_new_tokens):
         logits = target.forward(fed, cache)[0][:, -1]
         logits[:, MASK_ID] = -torch.inf  # never a token of a text
@@ -62,7 +63,8 @@ def world_prompts(
 
 def wild_cuts(tokenizer: Any, split: str, count: int, length: int, seed: int) -> list[list[int]]:
     """`count` pieces of `length` tokens from anywhere in the standard library's sources."""
-    text, dice, cuts = wild_text(split), Dice(f"cuts/{split}/{seed}"), []
+    text, dice = wild_text(split), Dice(f"cuts/{split}/{seed}")
+    cuts: list[list[int]] = []
     while len(cuts) < count:
         start = text.find("\n", dice.number(0, len(text) - 12 * length)) + 1
         ids = tokenizer(text[start : start + 8 * length], add_special_tokens=False)["input_ids"]

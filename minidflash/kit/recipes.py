@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def train_target(
 ) -> CachedQwen3:
     """Train at each depth in turn, growing in between; the last depth is the shipped one."""
     tokenizer, ranks, rank = load_tokenizer(), *processes()
-    model: Qwen3 = Qwen3(replace(config, num_hidden_layers=depths[0]))
+    model = CachedQwen3(replace(config, num_hidden_layers=depths[0]))
     initialise(model, seed)
     for stage, (count, depth) in enumerate(zip(steps, depths, strict=True)):
         last = stage == len(steps) - 1
@@ -165,8 +166,9 @@ def train_target(
 
         s = TrainSettings(steps=count, lr=lr, final_lr=0.02 if last else 0.4, bf16=True, seed=seed,
                           weight_decay=0.05, **settings)
-        fit(model, language_loss(model), batch_at, s, Store(directory / f"stage{stage}"),
-            lambda model=model: held_out_loss(model, tokenizer) if rank == 0 else {}, 400)
+        measure = partial(held_out_loss, model, tokenizer) if rank == 0 else dict
+        store = Store(directory / f"stage{stage}")
+        fit(model, language_loss(model), batch_at, s, store, measure, 400)
     return model
 
 
