@@ -271,16 +271,17 @@ def test_the_cache_holds_the_settled_text_and_nothing_else(room, right):
 def test_in_bfloat16_texts_part_only_where_the_target_itself_wavers(room):
     """In bfloat16 a block and single tokens may round apart, but only at a near tie."""
     # case A18 (bfloat16)
-    for seed in range(8):
-        target, prompt = decoder(seed, dtype=torch.bfloat16, layers=3), [1, 2, 3]
-        plain = greedy(target, prompt, 13)
-        drafter = oracle(target, prompt, lambda _: 5, 6, 13)
-        mine = room.speculate(target, drafter, prompt, 13).tokens
+    for seed in range(4):
+        target = decoder(seed, 300, torch.bfloat16, 4, hidden_size=64, head_dim=32)
+        prompt = [1, 2, 3]
+        plain = greedy(target, prompt, 17)
+        drafter = oracle(target, prompt, lambda _: 5, 6, 17)
+        mine = room.speculate(target, drafter, prompt, 17).tokens
         parted = [i for i, (a, b) in enumerate(zip(plain, mine, strict=True)) if a != b]
         if parted:
             logits, _ = target.forward(torch.tensor([[*prompt, *plain[: parted[0]]]]))
-            best = logits[0, -1].float().topk(2).values
-            gap, bound = float(best[0] - best[1]), 2**-5 * float(logits[0, -1].abs().max())
+            best = logits[0, -1].detach().float().topk(2).values
+            gap, bound = float(best[0] - best[1]), 2**-5 * float(best.abs().max())
             assert gap <= bound, f"seed {seed}: they part at a gap of {gap:.3g}, bound {bound:.3g}"
 
 

@@ -37,9 +37,10 @@ def stir(model: nn.Module, seed: int) -> None:
             weight.copy_(noise if "embed" in name else noise / weight.shape[1] ** 0.5)
 
 
-def decoder(seed: int, vocab: int = 6, dtype=torch.float64, layers: int = 5) -> Watched:
+def decoder(seed: int, vocab: int = 6, dtype=torch.float64, layers: int = 5, **sizes) -> Watched:
     """A random Qwen3."""
-    target = Watched(Qwen3Config(vocab_size=vocab, num_hidden_layers=layers, **SIZES)).eval()
+    sizes = SIZES | sizes
+    target = Watched(Qwen3Config(vocab_size=vocab, num_hidden_layers=layers, **sizes)).eval()
     stir(target, seed)
     return target.to(dtype)
 
