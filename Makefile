@@ -39,7 +39,6 @@ notebooks-build: $(VENV)/.ready-notebooks  ## write the executed notebooks
 	$(PY) -m minidflash.kit.notebooks build
 
 docs: $(VENV)/.ready-docs $(MATHJAX)  ## the site, in build/site
-	$(PY) -m minidflash.kit.spec --markdown docs/_generated/spec.md
 	$(PY) -m sphinx -W --keep-going -q -b html -c docs . build/site
 	@echo "open build/site/index.html"
 
