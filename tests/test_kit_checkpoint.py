@@ -230,7 +230,7 @@ REFUSED = [
     ({"selector_rank": 4}, "selector_rank is unknown"),
     ({"own": {"selector_rank": 4}}, "dflash_config.selector_rank is unknown"),
     ({"own": {"mask_token_id": 6}}, "mask_token_id=6"),
-    ({"own": {"target_layer_ids": [3, 3]}}, "\[3, 3\]"),
+    ({"own": {"target_layer_ids": [3, 3]}}, r"\[3, 3\]"),
     ({"own": {"target_layer_ids": [1, 5]}}, "tap 5|\\b5\\b"),
     ({"block_size": 1}, "block_size=1 must be at least 2"),
     ({"block_size": "four"}, "wrong type"),

@@ -157,6 +157,10 @@ def load_tokenizer(folder: Path | str) -> Any:
     """
     from transformers import AutoTokenizer
 
+    # Without any of these transformers would make an empty tokenizer and say nothing.
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    if not any((Path(folder) / name).exists() for name in files):
+        raise ValueError(f"{folder} has no tokenizer: none of {', '.join(files)} is there")
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:
