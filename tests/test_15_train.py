@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo  # noqa: F401  every optimiser needs it: load it once, not in each mutant
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
