@@ -37,9 +37,11 @@ def generate(args: argparse.Namespace) -> int:
     """Continue a text; only the text goes to standard output."""
     import torch
 
+    from minidflash.greedy import check_request
     from minidflash.kit import show
     from minidflash.kit.models import load
     from minidflash.speculate import Drafter, NGramDrafter, NoDrafter, speculate
+    from minidflash.verify import token_law
 
     by_name = args.draft in ("none", "n-gram")
     pair = load(args.model, None if by_name else args.draft)
@@ -57,8 +59,10 @@ def generate(args: argparse.Namespace) -> int:
         room = max(0, min(256, limit - len(prompt)))
     stream = show.Stream(pair.tokenizer)
     dice = torch.Generator().manual_seed(args.seed)
-    if room + len(prompt) <= limit:  # otherwise the message below comes first
-        stream.prompt(text)
+    # A mistake must come out before any text.
+    check_request(pair.target, prompt, room, pair.stop_ids)
+    token_law(torch.zeros(1, 1), args.temperature)
+    stream.prompt(text)
     done = speculate(pair.target, stream.watch(drafter), prompt, room, pair.stop_ids,
                      args.temperature, dice, stream.round)
     stream.end(done)

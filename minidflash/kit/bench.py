@@ -145,10 +145,10 @@ def compare(
             ))
     picked = {name: sorted(found, key=lambda g: g.seconds)[len(found) // 2]
               for name, found in runs.items()}
-    plain = picked[PLAIN]
-    same = {name: None if temperature else all(g.tokens == plain.tokens for g in found)
+    truth = runs[PLAIN][0].tokens
+    same = {name: None if temperature else all(g.tokens == truth for g in found)
             for name, found in runs.items()}
-    return {name: Run(g, same[name], plain) for name, g in picked.items()}
+    return {name: Run(g, same[name], picked[PLAIN]) for name, g in picked.items()}
 
 
 def figures(runs: Sequence[Run]) -> dict[str, Any]:
@@ -170,6 +170,8 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
     rest = sum(run.rest_seconds for run in runs)
     decode = sum(g.seconds - g.prefill_seconds for g in made)
     plain_decode = sum(run.plain.seconds - run.plain.prefill_seconds for run in runs)
+    # Seconds per token against seconds per token: at temperature > 0 the lengths differ.
+    per_token = tokens / max(1, sum(len(run.plain.tokens) for run in runs))
     answers = [run.identical for run in runs]
     with_rounds = [g.acceptance_length for g in made if g.rounds]
     return {
@@ -183,8 +185,8 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
         "plain_tokens_per_s": sum(len(run.plain.tokens) for run in runs) / plain,
         "tokens_per_s": tokens / seconds,
         "speedup": statistics.median(_ratio(run) for run in runs),
-        "speedup_totals": _per_token(plain, [run.plain for run in runs]) * tokens / seconds,
-        "speedup_decode": _per_token(plain_decode, [run.plain for run in runs]) * tokens / decode,
+        "speedup_totals": per_token * plain / seconds,
+        "speedup_decode": per_token * plain_decode / decode if decode else 1.0,
         "draft_ms": 1e3 * draft / count,
         "verify_ms": 1e3 * verify / count,
         "rest_ms": 1e3 * rest / count,
@@ -192,13 +194,9 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _per_token(seconds: float, made: Sequence[Generation]) -> float:
-    return seconds / max(1, sum(len(g.tokens) for g in made))
-
-
 def _ratio(run: Run) -> float:
     mine, plain = run.generation, run.plain
-    return _per_token(plain.seconds, [plain]) / _per_token(mine.seconds, [mine])
+    return (plain.seconds / max(1, len(plain.tokens))) / (mine.seconds / max(1, len(mine.tokens)))
 
 
 @torch.no_grad()

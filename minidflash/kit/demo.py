@@ -41,8 +41,8 @@ def entry(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 def table(named: Mapping[str, Mapping[str, Any]]) -> str:
     """The closing table, 80 columns wide at most."""
-    head = ["", "same", "tau", "tokens", "passes", "plain/s", "DFlash/s", "faster", "draft",
-            "verify", "rest"]
+    head = ["", "same", "tau", "tokens", "passes", "plain", "DFlash", "gain", "draft", "verify",
+            "rest"]
     rows = [[
         name, bench.yes(e["identical"]), f"{e['tau']:.2f}", e["tokens"], e["target_forwards"],
         f"{e['plain_tokens_per_s']:.0f}", f"{e['tokens_per_s']:.0f}", f"{e['speedup']:.1f}x",
@@ -89,7 +89,7 @@ def run(
 same     the tokens of DFlash equal those of plain greedy decoding
 tau      tokens written per round; one round is one draft and one target pass
 passes   target passes; plain decoding needs one per token
-plain/s  tokens per second, plain and with DFlash: same process, in turns, medians
+plain, DFlash, gain   tokens per second and their ratio: in turns, medians
 draft, verify, rest   milliseconds of one round
 overall  leaves out wild, which is real Python source
 
