@@ -9,8 +9,10 @@ def test_sentences_keep_their_order_and_their_exercises(tmp_path, monkeypatch):
     path = tmp_path / "test_99_toy.py"
     path.write_text(
         "import pytest\n"
-        '@pytest.mark.exercise("99.1", "99.2")\ndef test_b(room):\n    """B holds\n    always."""\n'
-        '@pytest.mark.exercise("99.3")\nclass TestA:\n    def test_a(self):\n        """A holds."""\n'
+        '@pytest.mark.exercise("99.1", "99.2")\n'
+        'def test_b(room):\n    """B holds\n    always."""\n'
+        '@pytest.mark.exercise("99.3")\n'
+        'class TestA:\n    def test_a(self):\n        """A holds."""\n'
         "def helper():\n    raise SystemExit\n"
     )
     one, two = spec.sentences(path)
