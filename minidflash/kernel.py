@@ -111,9 +111,9 @@ def combine(PARTS, LSES, OUT, LSE, rows, P: constexpr, D: constexpr, M: constexp
 
 
 @jit
-def forward(Q, KC, VC, KB, VB, ANCHORS, OUT, LSE, kr, kg, ks, S, N, scale, HEADS: constexpr,
-            B: constexpr, D: constexpr, WINDOW: constexpr, CAUSAL: constexpr, UPCAST: constexpr,
-            SPLITS: constexpr, M: constexpr, K: constexpr, OWN: constexpr, E: constexpr):
+def attend_block(Q, KC, VC, KB, VB, ANCHORS, OUT, LSE, kr, kg, ks, S, N, scale, HEADS: constexpr,
+                 B: constexpr, D: constexpr, WINDOW: constexpr, CAUSAL: constexpr, UPCAST: constexpr,
+                 SPLITS: constexpr, M: constexpr, K: constexpr, OWN: constexpr, E: constexpr):
     """One block, one kv head, one share of the context; the last share also sees the block."""
     block, g, split, G = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(1)
     row, slot, real = block_rows(block, g, G, N, HEADS, B, M)
@@ -151,7 +151,7 @@ def usable(x: Tensor) -> bool:
     if triton is None or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False
     # Triton decides when it is imported, for its functions and for ours, whether it interprets.
-    interprets = {type(tl.max).__name__, type(forward).__name__} == {"InterpretedFunction"}
+    interprets = {type(tl.max).__name__, type(attend_block).__name__} == {"InterpretedFunction"}
     return interprets or x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
@@ -191,7 +191,7 @@ def fused(
     parts, lses = (x if splits == 1 else x.new_empty((splits, *x.shape), dtype=torch.float32)
                    for x in (out, lse))
     upcast = q.dtype == torch.bfloat16 and not q.is_cuda
-    forward[R * N, G, splits](
+    attend_block[R * N, G, splits](
         q, k_ctx, v_ctx, k_blk, v_blk, anchors, parts, lses, *k_ctx.stride()[:3], S, N,
         D**-0.5 * 1.4426950408889634, H // G, T // N, D, window, causal, upcast, splits, **sizes)
     if splits > 1:

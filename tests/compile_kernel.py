@@ -78,7 +78,7 @@ def jobs(room, capability, shape):
     types |= {"ANCHORS": "*i64", "LSE": "*fp32", "scale": "fp32"}
     types["OUT"] = "*fp32" if splits > 1 else f"*{number}"
     fixed = dict(HEADS=heads, B=block, D=size, WINDOW=window, CAUSAL=causal, UPCAST=False)
-    yield "forward", room.forward, types, fixed | plan | {"SPLITS": splits}, options
+    yield "attend_block", room.attend_block, types, fixed | plan | {"SPLITS": splits}, options
     if splits > 1:
         types = {"PARTS": "*fp32", "LSES": "*fp32", "OUT": f"*{number}", "LSE": "*fp32"}
         rows = max(1, 8192 // (splits * plan["E"]))

@@ -563,7 +563,7 @@ def compiled(room, tmp_path_factory):
 def test_the_real_compiler_takes_it(compiled):
     """For sm_80 and sm_90, all that four drafters launch compiles and fits into shared memory."""
     assert {row["arch"] for row in compiled} == {80, 90}
-    assert len(compiled) == 12, "four forward kernels and two combine kernels for each of two GPUs"
+    assert len(compiled) == 12, "four attention kernels and two combine kernels for each of two GPUs"
     for row in compiled:
         assert row["shared"] <= row["limit"], f"too much shared memory: {row}"
 
@@ -577,6 +577,6 @@ def test_no_register_spills(compiled):
 
 @WHOLE
 def test_tensor_cores_do_the_products(compiled):
-    """Every product of the forward kernel runs on tensor cores."""
+    """Every product of the attention kernel runs on tensor cores."""
     for row in compiled:
         assert row["tensor_cores"] or row["kernel"] == "combine", f"plain multiply-adds: {row}"
