@@ -47,6 +47,7 @@ class DFlashDrafter(Drafter):
         Only the target's own features of accepted positions ever get here (case C4), so the
         drafter's cache always has the target cache's length.
         """
+        # The new positions follow those that are held already.
         start = self.cache.length
         positions = torch.arange(start, start + len(tokens), device=features.device)
         # One position, one row per layer. Rejected guesses and block slots leave nothing behind.
@@ -62,6 +63,7 @@ class DFlashDrafter(Drafter):
         # An embedding may be scaled and a head capped: always go through the target's own.
         block = self.target.embed(ids)
         positions = torch.arange(start, start + B, device=block.device)
+        # Context and block meet in one pass, and the block goes into no cache.
         context = [(self.cache.keys[i, :, :, :start], self.cache.values[i, :, :, :start])
                    for i in range(len(self.model.layers))]
         hidden = self.model(block, positions, context)
@@ -76,6 +78,7 @@ class DFlashDrafter(Drafter):
         A guess without chance is kept with probability p(guess), and sample-and-match is exact
         (room 07). Independent draws per slot would rarely fit together (case B13).
         """
+        # No guess due, no pass. Otherwise take the best of each slot.
         if count == 0:
             return Draft([])
         # The block always has the B slots it was trained with; guesses past the budget fall away.

@@ -41,7 +41,7 @@ class Round(NamedTuple):
     """One draft and one verification."""
 
     proposed: list[int]
-    accepted: int
+    accepted: int  # guesses kept and written
     emitted: list[int]  # the tokens written, the bonus included
     draft_seconds: float  # the drafter's part: proposing, and taking in what was settled
     verify_seconds: float  # the target's forward and the verdict
@@ -80,8 +80,9 @@ def speculate(
 
     Raises ValueError: see `check_request` (room 03), `token_law` (room 07); too long a draft.
     """
+    # Refuse a bad request now, before any work. A budget of 0 needs no work at all.
     check_request(target, prompt, max_new_tokens, stop_ids)
-    token_law(torch.zeros(1, 1), temperature)  # refuses a bad temperature now, not later
+    token_law(torch.zeros(1, 1), temperature)
     clock, begin, out = time.perf_counter, time.perf_counter(), Generation()
     if max_new_tokens == 0:
         return out
@@ -96,7 +97,7 @@ def speculate(
     out.prefill_seconds = clock() - begin
     while reason is None:
         # Draft: the last token written is the anchor; the target has not been fed it yet.
-        # At most room - 1 guesses are of use, since the bonus token takes a place too.
+        # At most room - 1 guesses are of use: the bonus takes a place too. More are refused.
         t0, start, room = clock(), cache.length, max_new_tokens - len(out.tokens)
         anchor, count = out.tokens[-1], min(drafter.block_size, room) - 1
         draft = drafter.propose(anchor, count)
@@ -112,7 +113,7 @@ def speculate(
         cache.truncate(start + 1 + accepted)
         drafter.commit([anchor, *guesses[:accepted]], features[0, : 1 + accepted])
         t3 = clock()
-        # Write: what was kept and the bonus, up to a stop token, which may stand anywhere.
+        # Write and record what was kept, then the bonus; trim at a stop token or the budget.
         emitted, reason = trim([*guesses[:accepted], bonus], room, stop_ids)
         out.tokens += emitted
         accepted = min(accepted, len(emitted))
@@ -139,7 +140,7 @@ class NGramDrafter(Drafter):
 
     # exercise 8.2
     def propose(self, anchor, count):
-        """The longest match wins; among equals the latest."""
+        """What followed the longest match, of equals the latest; an empty draft if there is none."""
         text = [*self.seen, anchor]
         # Look for the last n tokens, from the end backwards, not counting the end itself.
         for n in range(min(self.longest, len(text) - 1), 0, -1):

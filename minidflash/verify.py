@@ -120,6 +120,7 @@ def verify_rejection(
     Raises:
         ValueError: `probs` does not fit, or calls a drafted token impossible.
     """
+    # Refuse what cannot be: a wrong shape, or a drafted token that its law gives no chance.
     check_verification(draft, logits)
     rows = range(len(draft))
     if probs.shape != (len(draft), logits.shape[1]) or not (probs[rows, draft] > 0).all():

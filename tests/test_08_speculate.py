@@ -136,6 +136,22 @@ def test_no_drafter_is_plain_cached_decoding(room):
     assert run.acceptance_length == 1.0
 
 
+@pytest.mark.exercise("8.1")
+def test_a_drafter_is_told_when_a_new_text_begins(room):
+    """Before anything else the drafter is told, once, that a text of at most so much begins."""
+    target, calls = CountingTarget(), []
+    drafter = perfect(target)
+    begin, commit = drafter.begin, drafter.commit
+    drafter.begin = lambda capacity: (calls.append(capacity), begin(capacity))
+    drafter.commit = lambda *told: (calls.append("commit"), commit(*told))
+    for prompt in ([1, 2, 3], [4]):
+        calls.clear()
+        run = room.speculate(target, drafter, prompt, 6)
+        assert calls.count("commit") == len(calls) - 1 and calls[0] != "commit", calls
+        assert calls[0] >= len(prompt) + 5, "capacity: prompt and all new tokens but the last"
+        assert drafter.committed == [*prompt, *run.tokens][:-1], "the text before is forgotten"
+
+
 # --- where it ends
 
 
@@ -519,6 +535,15 @@ def test_a_text_that_repeats_costs_few_forwards(room):
     drafter = told(room, [1, 2, 1])
     drafter.begin(100)
     assert drafter.propose(1, 3).tokens == [], "begin() forgets the text before"
+
+
+@pytest.mark.exercise("8.2")
+def test_asking_for_a_guess_leaves_no_trace(room):
+    """A lookup may be repeated: the anchor enters the text only when it is committed."""
+    drafter = told(room, [1, 2, 3, 1])
+    assert [drafter.propose(1, 3).tokens for _ in range(3)] == [[2, 3, 1]] * 3
+    drafter.commit([1], torch.zeros(1, 0))
+    assert drafter.propose(2, 3).tokens == [3, 1, 2], "the text is 1 2 3 1, then the anchor 2"
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (4, 0), (0, 1)])
