@@ -94,8 +94,8 @@ draft, verify, rest   milliseconds of one round
 overall  leaves out wild, which is real Python source
 
 Without any training, n-gram lookup reaches tau {lookup_tau:.2f} in the same loop.
-Of the 4-grams in each plain text at least {100 * distinct:.0f} % are distinct (loops would flatter
-whatever copies). This is a tiny model: it shows how the method works,
+At least {100 * distinct:.0f} % of the 4-grams in each plain text are distinct. (Loops would
+flatter whatever copies.) This is a tiny model: it shows how the method works,
 not how fast DFlash is.""", file=out)
     return {
         "prompts": [{"kind": kind, **e} for kind, e in zip(kinds, entries, strict=True)],
