@@ -112,8 +112,8 @@ def combine(PARTS, LSES, OUT, LSE, rows, P: constexpr, D: constexpr, M: constexp
 
 @jit
 def attend_block(Q, KC, VC, KB, VB, ANCHORS, OUT, LSE, kr, kg, ks, S, N, scale, HEADS: constexpr,
-                 B: constexpr, D: constexpr, WINDOW: constexpr, CAUSAL: constexpr, UPCAST: constexpr,
-                 SPLITS: constexpr, M: constexpr, K: constexpr, OWN: constexpr, E: constexpr):
+            B: constexpr, D: constexpr, WINDOW: constexpr, CAUSAL: constexpr, UPCAST: constexpr,
+            SPLITS: constexpr, M: constexpr, K: constexpr, OWN: constexpr, E: constexpr):
     """One block, one kv head, one share of the context; the last share also sees the block."""
     block, g, split, G = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(1)
     row, slot, real = block_rows(block, g, G, N, HEADS, B, M)

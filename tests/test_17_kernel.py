@@ -563,7 +563,7 @@ def compiled(room, tmp_path_factory):
 def test_the_real_compiler_takes_it(compiled):
     """For sm_80 and sm_90, all that four drafters launch compiles and fits into shared memory."""
     assert {row["arch"] for row in compiled} == {80, 90}
-    assert len(compiled) == 12, "four attention kernels and two combine kernels for each of two GPUs"
+    assert len(compiled) == 12, "four attention kernels and two combine kernels, for two GPUs"
     for row in compiled:
         assert row["shared"] <= row["limit"], f"too much shared memory: {row}"
 
