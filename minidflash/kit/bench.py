@@ -229,7 +229,7 @@ def setting(pair: Pair, asked: Sequence[Prompt]) -> dict[str, Any]:
     """What a figure depends on besides the method: machine, versions, precision, prompts."""
     import transformers
 
-    weight = pair.target.model.get_submodule("embed_tokens").weight
+    weight = pair.target.embed(torch.tensor([[0]]))
     digest = hashlib.sha256(json.dumps([list(p) for p in asked]).encode()).hexdigest()[:16]
     device = str(weight.device)
     if weight.device.type == "cuda":

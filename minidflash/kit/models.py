@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minidflash.cache import CachedQwen3
 from minidflash.dflash import DFlashDrafter
 from minidflash.drafter import DraftModel
 from minidflash.kit import checkpoint
@@ -26,13 +25,13 @@ class Pair(NamedTuple):
     """A target and what goes with it.
 
     Attributes:
-        target: decodes; complete Target contract.
+        target: the complete Target contract; a CachedQwen3, or kit.hf's HFTarget.
         model: the DFlash drafter made for it, or None.
         tokenizer: transformers' own class.
         stop_ids: tokens that end a text.
     """
 
-    target: CachedQwen3
+    target: Any
     model: DraftModel | None
     tokenizer: Any
     stop_ids: tuple[int, ...]
@@ -83,7 +82,7 @@ def load(
     tiny = str(name) == "tiny"
     folder = _target_folder(name)
     drafts = find(draft) if draft is not None else shipped("dflash") if tiny else None
-    target = checkpoint.load_target(folder, dtype, device)
+    target = read_target(folder, dtype, device)
     model = None if drafts is None else checkpoint.load_drafter(drafts, dtype, device)
     pair = Pair(target, model, load_tokenizer(folder), checkpoint.read_stop_ids(folder))
     if model is not None:
@@ -93,7 +92,7 @@ def load(
 
 def load_target(
     name: str | Path = "tiny", dtype: torch.dtype | str | None = None, device: str = "cpu"
-) -> tuple[CachedQwen3, Any]:
+) -> tuple[Any, Any]:
     """A target and its tokenizer, without any drafter: what a drafter's training starts from.
 
     Raises:
@@ -101,7 +100,21 @@ def load_target(
     """
     folder = _target_folder(name)
     dtype = default_dtype(device) if dtype is None else dtype
-    return checkpoint.load_target(folder, dtype, device), load_tokenizer(folder)
+    return read_target(folder, dtype, device), load_tokenizer(folder)
+
+
+def read_target(folder: Path, dtype: torch.dtype | str, device: str) -> Any:
+    """Room 04's decoder for a dense Qwen3, transformers' own model for anything else.
+
+    Raises:
+        ValueError: the folder holds neither.
+    """
+    kind = checkpoint.read_json(folder / checkpoint.CONFIG).get("model_type")
+    if kind == "qwen3":
+        return checkpoint.load_target(folder, dtype, device)
+    from minidflash.kit.hf import load_hf
+
+    return load_hf(folder, checkpoint.dtype_named(dtype), device)
 
 
 def _target_folder(name: str | Path) -> Path:
