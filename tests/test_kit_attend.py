@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from minidflash import kernel
 from minidflash.anchors import training_mask
-from minidflash.kit.attend import BACKENDS, attend, attention_rule, choose, dense_mask
+from minidflash.kit.attend import BACKENDS, attend, attention_rule, choose_backend, dense_mask
 
 few = settings(max_examples=settings().max_examples // 4)
 linux = platform.system() == "Linux" and platform.machine() == "x86_64"
@@ -144,7 +144,7 @@ def test_gradients_are_the_same_every_time():
 
 def test_auto_on_a_cpu_is_sdpa():
     """On a CPU "auto" means torch's fused attention, also where the interpreter could run."""
-    assert choose(torch.zeros(1)) == "sdpa" and choose(torch.zeros(1), "flex") == "flex"
+    assert choose_backend(torch.zeros(1)) == "sdpa" and choose_backend(torch.zeros(1), "flex") == "flex"
 
 
 def test_what_is_refused():
@@ -177,7 +177,7 @@ def test_triton_without_a_gpu(monkeypatch):
     monkeypatch.setattr(kernel, "triton", None)
     with pytest.raises(ValueError, match="use 'auto'"):
         attend(*world(), ANCHORS, backend="triton")
-    assert "triton" in BACKENDS and choose(torch.zeros(1)) == "sdpa"
+    assert "triton" in BACKENDS and choose_backend(torch.zeros(1)) == "sdpa"
 
 
 @needs_triton

@@ -58,10 +58,10 @@ def dense_mask(rule: Rule, rows: int, queries: int, keys: int, device=None) -> T
     return mask.expand(rows, queries, keys)[:, None]
 
 
-def choose(q: Tensor, backend: str = "auto") -> str:
+def choose_backend(q: Tensor, backend: str = "auto") -> str:
     """The way that `backend` means for these tensors.
 
-    >>> choose(torch.zeros(1, 1, 1, 16))
+    >>> choose_backend(torch.zeros(1, 1, 1, 16))
     'sdpa'
 
     Raises:
@@ -132,7 +132,7 @@ def attend(
             raise ValueError(f"{name} is {list(x.shape)}; with this q and k_ctx it must be {want}")
     if window < 0:
         raise ValueError(f"window={window} must be 0 (off) or a number of positions")
-    backend = choose(q, backend)
+    backend = choose_backend(q, backend)
     wants_gradient = torch.is_grad_enabled() and any(
         x.requires_grad for x in (q, k_ctx, v_ctx, k_blk, v_blk)
     )
