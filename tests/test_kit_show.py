@@ -91,6 +91,16 @@ def test_a_stream_on_a_terminal_has_glyphs_and_colours(words):
     assert len(set(show.ANSI.values())) == 4
 
 
+def test_a_token_without_a_draft_has_no_mark(words):
+    """Plain decoding looks plain on a terminal too: where nothing was drafted nothing is marked."""
+    out = Terminal()
+    stream = show.Stream(words, out)
+    stream.first(words.encode("a")[0])
+    stream.round(Round([], 0, words.encode("b"), 0.0, 0.0))
+    stream.end()
+    assert out.getvalue() == "ab\n"
+
+
 @pytest.mark.parametrize("setting, value", [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_who_wants_no_colour_gets_text(words, monkeypatch, setting, value):
     """NO_COLOR, or a terminal that cannot, gets plain text."""

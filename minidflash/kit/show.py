@@ -528,13 +528,17 @@ def wants_colour(out: TextIO) -> bool:
     )
 
 
-def paint(text: str, fate: str) -> str:
+def paint(text: str, fate: str | None) -> str:
     """ANSI colour around a text, anew on every line, its control characters made visible.
+
+    Without a fate nothing is coloured.
 
     The text comes from a model: without this it could send commands to your terminal.
     """
     safe = "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text)
     safe = "".join("␡" if 127 <= ord(c) < 160 else c for c in safe)
+    if fate is None:
+        return safe
     lines = (f"\x1b[{ANSI[fate]}m{line}\x1b[0m" if line else "" for line in safe.split("\n"))
     return "\n".join(lines)
 
@@ -548,7 +552,8 @@ class Stream:
     """Writes a generation while it is made: give `stream.round` to `speculate` as `on_round`.
 
     On a terminal the tokens show their fate by colour and glyph: ✓ before accepted tokens, ✗ before
-    the rejected ones (struck out), + before the bonus token. Elsewhere the text comes out as it is.
+    the rejected ones (struck out), + before the bonus token. A token without a draft before it has
+    no fate and no mark. Where there is no terminal the text comes out as it is.
 
     Args:
         tokenizer: turns ids into text.
@@ -565,10 +570,10 @@ class Stream:
         self.colour = wants_colour(self.out) if colour is None else colour
         self.words, self.most, self.count = Detokenizer(tokenizer), most_rejected, 0
 
-    def _write(self, text: str, fate: str) -> None:
+    def _write(self, text: str, fate: str | None) -> None:
         if text:
-            shown = paint(GLYPHS[fate] + text, fate) if self.colour else text
-            self.out.write(shown)
+            glyph = GLYPHS[fate] if fate else ""
+            self.out.write(paint(glyph + text, fate) if self.colour else text)
 
     def prompt(self, text: str) -> None:
         """Write the prompt, in grey."""
@@ -583,7 +588,7 @@ class Stream:
         """Write the token of the prefill, once."""
         if not self.count:
             self.count = 1
-            self._write(self.words.put([token]), "bonus")
+            self._write(self.words.put([token]), None)
             self.out.flush()
 
     def round(self, one: Round) -> None:
@@ -596,14 +601,14 @@ class Stream:
                     self._write(text, fate)
                 continue
             self.count += len(tokens)
-            self._write(self.words.put(tokens), fate)
+            self._write(self.words.put(tokens), fate if one.proposed else None)
         self.out.flush()
 
     def end(self, generation: Generation | None = None) -> None:
         """Write what is still missing (all of it, if no round was watched) and end the line."""
         if generation is not None and self.count < len(generation.tokens):
-            self._write(self.words.put(generation.tokens[self.count :]), "bonus")
-        self._write(self.words.end(), "bonus")
+            self._write(self.words.put(generation.tokens[self.count :]), None)
+        self._write(self.words.end(), None)
         self.out.write("\n")
         self.out.flush()
 
