@@ -49,9 +49,10 @@ lint: $(VENV)/.ready-dev  ## ruff and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 
-gpu: $(VENV)/.ready-test  ## the kernel's specs, on a CUDA machine
+gpu: $(VENV)/.ready-test  ## the kernel on a CUDA machine: right, then how fast
 	@$(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: no CUDA device here; make test runs the same specs in the Triton interpreter")'
-	$(PY) -m pytest -q tests/test_17_kernel.py
+	TRITON_INTERPRET=0 $(PY) -m pytest -q tests/gpu/kernel_on_gpu.py
+	$(PY) -m minidflash.kit.bench_kernel
 
 clean:           ## remove what make made (not work/)
 	rm -rf $(VENV) build docs/_generated docs/_static/mathjax .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
