@@ -31,7 +31,7 @@ from minidflash.features import tap_layers
 from minidflash.kit import checkpoint, models
 from minidflash.kit.answers import share_right, wild_cuts, world_prompts, write_answers
 from minidflash.kit.store import Store, write_atomically
-from minidflash.kit.tokenizer import END_ID, MASK_ID, load_tokenizer, texts
+from minidflash.kit.tokenizer import END_ID, MASK_ID, load_tokenizer, save_tokenizer, texts
 from minidflash.kit.world import KINDS, Dice, document
 from minidflash.loss import default_gamma
 from minidflash.qwen3 import Qwen3, Qwen3Config
@@ -343,14 +343,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="what", required=True)
     t = kinds.add_parser("target", help="the tiny Qwen3-shaped target")
-    t.add_argument("directory", type=Path)
+    t.add_argument("directory", type=Path, nargs="?", default=Path("runs/target"))
     t.add_argument("--steps", type=int, nargs="+", default=[4600, 1200], help="per depth")
     t.add_argument("--depths", type=int, nargs="+", default=[8, 24], help="layers, growing")
     t.add_argument("--lr", type=float, default=2.5e-3)
     t.add_argument("--batch", type=int, default=8, help="rows of 256 tokens per step")
     t.add_argument("--seed", type=int, default=3)
     d = kinds.add_parser("dflash", help="a DFlash drafter for a target")
-    d.add_argument("directory", type=Path)
+    d.add_argument("directory", type=Path, nargs="?", default=Path("runs/dflash"))
     d.add_argument("--target", default="tiny", help="'tiny' or a directory")
     d.add_argument("--steps", type=int, default=4000)
     d.add_argument("--lr", type=float, default=2.5e-3)
@@ -374,6 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rank == 0:
             tokenizer = load_tokenizer()
             scores = {"right": share_right(model, tokenizer), **held_out_loss(model, tokenizer)}
+            save_tokenizer(tokenizer, directory)
             checkpoint.save_target(model, directory)
             write_scores(directory, recipe, scores)
     else:
