@@ -7,7 +7,7 @@ Knows nothing of how a drafter guesses. Whatever it guesses, the output is the t
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from minidflash.greedy import check_request, trim
 from minidflash.verify import Draft, token_law, verify
 
 
-class Drafter(Protocol):
+class Drafter:
     """Whatever proposes tokens. Nobody checks how: the target checks what."""
 
     block_size: int = 1  # B: the anchor and up to B - 1 guesses
