@@ -140,7 +140,7 @@ def load_hf(folder: Path | str, dtype: torch.dtype, device: str = "cpu") -> HFTa
 
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False,
+            str(folder), dtype=dtype, local_files_only=True,
             use_safetensors=True,
         )
     except Exception as error:
