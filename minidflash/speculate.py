@@ -140,7 +140,7 @@ class NGramDrafter(Drafter):
 
     # exercise 8.2
     def propose(self, anchor, count):
-        """What followed the longest match, of equals the latest; an empty draft if there is none."""
+        """What followed the longest match (of equals the latest); empty if there is none."""
         text = [*self.seen, anchor]
         # Look for the last n tokens, from the end backwards, not counting the end itself.
         for n in range(min(self.longest, len(text) - 1), 0, -1):
