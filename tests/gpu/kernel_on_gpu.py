@@ -19,9 +19,13 @@ SHAPES = {
     "an empty context": (1, 1, 16, 32, 8, 128, 256, [[0]]),
     "packed training": (2, 5, 16, 8, 2, 64, 300, [[3, 64, 150, 299, -1], [0, 1, 2, 3, 300]]),
     "nothing a power of two": (1, 2, 10, 6, 2, 80, 333, [[100, 333]]),
-    "small heads": (1, 1, 4, 2, 1, 8, 70, [[33]]),
     "large heads": (1, 1, 16, 4, 2, 256, 600, [[555]]),
     "many rows": (1, 1, 32, 16, 2, 128, 600, [[555]]),
+}
+# Exact float32 products run on plain multiply-adds and compile slowly: small shapes only.
+SMALL = {
+    "small packed": (2, 3, 5, 4, 2, 16, 300, [[3, 150, -1], [0, 299, 300]]),
+    "small heads": (1, 1, 4, 2, 1, 8, 70, [[33]]),
 }
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -51,14 +55,18 @@ def poison(tensors, anchors):
     return q, k_ctx, v_ctx, k_blk, v_blk
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "dtype, shape",
+    [(torch.float32, name) for name in SMALL]
+    + [(dtype, name) for dtype in (torch.float16, torch.bfloat16) for name in SHAPES],
+    ids=str,
+)
 @pytest.mark.parametrize("splits", [None, 1, 8])
 @pytest.mark.parametrize("window, causal", [(0, False), (100, True)])
 def test_values(shape, dtype, splits, window, causal):
     """In every number type the kernel is as exact as the type allows, with NaN past the limit."""
     # case I11: float32 products are exact ("ieee"), never TF32
-    tensors, anchors = world(*SHAPES[shape], dtype)
+    tensors, anchors = world(*(SHAPES | SMALL)[shape], dtype)
     want = attend(*(x.double() for x in tensors), anchors, window, causal, backend="readable")
     out, lse = kernel.fused(*poison(tensors, anchors), anchors, window, causal, splits)
     worst = (out.double() - want).abs().max().item()
@@ -79,7 +87,7 @@ def test_the_other_ways(backend):
 @pytest.mark.parametrize("window, causal", [(0, False), (20, True)])
 def test_gradients(backend, window, causal):
     """Gradients of all five inputs are those of the readable attention in float64."""
-    tensors, anchors = world(*SHAPES["packed training"], torch.float32)
+    tensors, anchors = world(*SMALL["small packed"], torch.float32)
 
     def gradients(backend, dtype):
         leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
