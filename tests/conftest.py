@@ -108,28 +108,21 @@ def pytest_configure(config):
     package = types.ModuleType("work")
     package.__path__ = [str(folder)]
     sys.modules["work"] = package
-    if config.args_source is not pytest.Config.ArgsSource.ARGS:
-        config.args = sorted(
-            str(p) for p in (config.rootpath / "tests").glob("test_[0-9][0-9]_*.py")
-        )
+    if config.args_source is not pytest.Config.ArgsSource.ARGS:  # no spec was named: those begun
+        specs = sorted((config.rootpath / "tests").glob("test_[0-9][0-9]_*.py"))
+        config.args = [str(p) for p in specs if (folder / f"{room_name(p.stem)}.py").exists()]
+        if not config.args:
+            raise pytest.UsageError(f"{folder} has no room yet:  python -m minidflash start ROOM")
 
 
 def pytest_collection_modifyitems(config, items):
-    folder, wanted = rooms_folder(config), config.getoption("--exercise")
-
-    def keep(item):
-        if wanted:
-            marks = {label for mark in item.iter_markers("exercise") for label in mark.args}
-            return bool(marks & set(wanted))
-        if folder is not None and config.args_source is not pytest.Config.ArgsSource.ARGS:
-            name = room_name(item.module.__name__)
-            return name is not None and (folder / f"{name}.py").exists()
-        return True
-
-    dropped = [item for item in items if not keep(item)]
+    wanted, kept, dropped = set(config.getoption("--exercise") or ()), [], []
+    for item in items:
+        labels = {label for mark in item.iter_markers("exercise") for label in mark.args}
+        (kept if not wanted or wanted & labels else dropped).append(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if keep(item)]
+        items[:] = kept
 
 
 SKIPS_ALLOWED = ("needs a CUDA device",)  # how the reason of a skip begins, if CI may meet it
