@@ -2,8 +2,8 @@
 
 pytest                       minidflash/   the reference
 pytest --mine                work/         yours
-pytest --rooms DIR           DIR/          anybody's (the grader and the gates use this)
-pytest --exercise 7.1        only the tests that mark exercise 7.1 (may be repeated)
+pytest --rooms=DIR           DIR/          anybody's (the grader and the gates use this)
+pytest --exercise=7.1        only the tests that mark exercise 7.1 (may be repeated)
 
 Set HYPOTHESIS_PROFILE to dev (default), ci, thorough or judge.
 """
