@@ -54,7 +54,8 @@ def decayed_loss_sums(
     """
     # ell_{n,k} = -log p_{n,k}(label), in float32 at least: half precision cannot add up a row of V.
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    # Take the valid slots out BEFORE the logarithm: 0 times infinity would still be nan.
+    # Replace what an invalid slot holds, first its label, then its cost. Times 0 would not do:
+    # 0 times infinity is nan.
     seen = labels.masked_fill(~valid, 0).flatten()
     ce = F.cross_entropy(wide.flatten(0, 1), seen, reduction="none").view_as(valid)
     ce = ce.masked_fill(~valid, 0)

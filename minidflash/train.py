@@ -18,7 +18,7 @@ from minidflash.anchors import block_inputs, block_labels, block_positions, trai
 from minidflash.drafter import DraftModel
 from minidflash.loss import decayed_loss_sums
 
-LossSums = tuple[Tensor, Tensor, dict[str, Tensor]]  # sum of w * loss, sum of w, counts to log
+LossSums = tuple[Tensor, Tensor, dict[str, Tensor]]  # of a loss_of: sum w * loss, sum w, counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class TrainSettings:
 def learning_rate(step: int, s: TrainSettings) -> float:
     """The rate of step 0, 1, ...: a linear climb, then half a cosine down to final_lr * lr."""
     climb = max(1, round(s.warmup * s.steps))
-    # lr(i) = lr * (i + 1) / climb                  while i < climb                (eq. 15.1)
+    # lr(i) = lr * (i + 1) / climb,  i < climb = max(1, round(warmup * steps))     (eq. 15.1)
     if step < climb:
         return s.lr * (step + 1) / climb
     # x = (i - climb) / (steps - climb);  lr(i) = lr * (f + (1 - f)(1 + cos(pi x)) / 2)  (eq. 15.2)

@@ -101,7 +101,7 @@ class Store:
         with safe_open(self.state, "pt") as file:
             keys = file.keys()
             extra = {k: json.loads(v) for k, v in file.metadata().items()}
-            self._refuse_another_run(file, keys, model, extra["settings"])
+            self._refuse_another_run(file, keys, model, extra.get("settings"))
             model.load_state_dict({k: file.get_tensor(f"model.{k}") for k in model.state_dict()})
             parameters = dict(model.named_parameters())
             for key in keys:
