@@ -128,7 +128,7 @@ print(f"perfect: 1 + ceil(({n} - 1) / {B}) = {1 + math.ceil((n - 1) / B)}")
 
 # %%
 later = Generation(rounds=runs["n-gram"].rounds[21:])
-rounds(later, words, "Looking it up in the text so far (B = 8), from the second function on", most=24)
+rounds(later, words, "Looking it up (B = 8), from the second function on", most=24)
 
 # %% [markdown]
 # The first function, left out here, is new text and goes token by token. From the second on, whole

@@ -1,0 +1,232 @@
+# %% [markdown]
+# # 16 · DFlash: the drafter in the loop
+#
+# **Goal.** Decode unseen prompts with the shipped pair, see where guesses die, where the time
+# goes, and how a drafter that remembers wrongly looks from outside. **Time on a CPU:** thirty
+# minutes of yours, about half a minute of the machine's. **Prerequisites:** chapter 16 read up to
+# "The equation".
+#
+# The pair that ships with this package is tiny and knows a tiny world. Its figures show how the
+# method works; they say nothing about how it does on a real model.
+
+# %%
+import torch
+
+from minidflash.dflash import DFlashDrafter, generate
+from minidflash.greedy import greedy
+from minidflash.kit.bench import draft_times, prompts
+from minidflash.kit.models import load
+from minidflash.kit.show import acceptance, bars, curves, rounds, survival, timeline
+from minidflash.speculate import NGramDrafter, NoDrafter, speculate
+
+pair = load("tiny")
+target, model, tokenizer, stop_ids = pair
+B, layers = model.config.block_size, len(model.layers)
+print(f"target: {target.config.num_hidden_layers} layers, drafter: {layers}, B = {B}, "
+      f"taps {model.config.target_layer_ids}")
+
+# %% [markdown]
+# ## 1 · One answer
+#
+# **Predict:** the answer below has some tens of tokens. How many target forwards will it take, if
+# most guesses are right?
+
+# %% tags=["volatile"]
+(asked,) = prompts(1, kinds=["code"])
+ids = pair.encode(asked.text)
+run = generate(target, model, ids, 96, stop_ids=stop_ids)
+assert run.tokens == greedy(target, ids, 96, stop_ids), "the output must be plain greedy's"
+print(asked.text + pair.decode(run.tokens))
+print(f"--- {len(run.tokens)} tokens, {run.target_forwards} target forwards, "
+      f"tau = {run.acceptance_length:.3g}")
+
+# %% tags=["volatile"]
+rounds(run, tokenizer, "Each row: one draft, one verification")
+
+# %% [markdown]
+# Look at what stands in the purple + places, where a guess failed. Often it is the token that
+# *decides* something: a number, a name, an operator. What follows from a decision is easy to
+# guess.
+#
+# ## 2 · Both caches in step
+#
+# The drafter below is the real one; it only tells us what it is told. **Predict:** after the
+# prompt, how many positions does each `commit` bring?
+
+
+# %% tags=["volatile"]
+class Talkative(DFlashDrafter):
+    """Says what it is told and asked."""
+
+    def commit(self, tokens, features):
+        super().commit(tokens, features)
+        print(f"commit  {len(tokens):>2} positions, the drafter holds {self.cache.length}")
+
+    def propose(self, anchor, count):
+        print(f"propose {count:>2} guesses behind {tokenizer.decode([anchor])!r}")
+        return super().propose(anchor, count)
+
+
+_ = speculate(target, Talkative(target, model), ids, 24, stop_ids)
+
+# %% [markdown]
+# One more than was accepted: the anchor is settled too. The block's own sixteen rows appear
+# nowhere.
+#
+# ## 3 · How many tokens does a round write?
+#
+# Four unseen prompts of each kind. *Wild* is real Python source that was not written by the
+# little world. The control is the n-gram drafter: what a lookup can do without any training.
+
+# %% tags=["volatile"]
+KINDS = ("maths", "code", "chat", "wild")
+asked = prompts(4, kinds=KINDS)
+
+
+def answers(drafter, kinds=KINDS, n=96, **options):
+    return [speculate(target, drafter, pair.encode(p.text), n, stop_ids, **options)
+            for p in asked if p.kind in kinds]
+
+
+def mean_tau(runs):
+    """Tokens per round over all rounds of all runs."""
+    return sum(len(r.emitted) for g in runs for r in g.rounds) / sum(len(g.rounds) for g in runs)
+
+
+world = KINDS[:3]
+found = {"DFlash": answers(pair.drafter(), world), "n-gram": answers(NGramDrafter(B), world)}
+assert [g.tokens for g in found["DFlash"]] == [g.tokens for g in found["n-gram"]]
+acceptance(found, "Maths, code and chat: tokens written per round")
+
+# %% [markdown]
+# Two hills: rounds that fail at once, and rounds that are kept whole. A mean alone (tau) would
+# hide that. The n-gram bars stand far to the left: the text is not just repetition.
+
+# %% tags=["volatile"]
+by_kind = {name: {kind: answers(drafter, [kind]) for kind in KINDS}
+           for name, drafter in (("DFlash", pair.drafter()), ("n-gram", NGramDrafter(B)))}
+means = {name: {kind: mean_tau(runs) for kind, runs in kinds.items()}
+         for name, kinds in by_kind.items()}
+bars(means, ylabel="tau, the bonus included", title="Acceptance length by kind of text")
+
+# %% [markdown]
+# The drafter was trained on text that this target writes, most of it from the little world. On
+# wild text the target itself is unsure, and so is the drafter.
+#
+# ## 4 · Where do guesses die?
+#
+# Of the rounds that drafted slot k: in which share was it kept? **Predict:** a straight slope, or
+# a cliff?
+
+# %% tags=["volatile"]
+survival(by_kind["DFlash"], "Share of rounds in which slot k is kept")
+
+# %% [markdown]
+# A slot is kept only if all slots before it are, so the curve can only fall. The steepest step
+# tells which place is hardest. A cliff at slot 1 that later slots do not share would be a sign of
+# a fault: a context that lacks the newest positions, for example. Let us make such faults.
+#
+# ## 5 · Break it on purpose
+#
+# Three drafters with one small mistake each in what they remember. **Predict:** which of them
+# changes the text?
+
+
+# %% tags=["volatile"]
+class Shifted(DFlashDrafter):
+    """Numbers every position one too high when it commits."""
+
+    def commit(self, tokens, features):
+        positions = torch.arange(len(tokens)) + self.cache.length + 1
+        for layer, (k, v) in enumerate(self.model.context(features[None], positions)):
+            self.cache.append(layer, k, v)
+
+
+class Restarting(DFlashDrafter):
+    """Numbers every piece from 0."""
+
+    def commit(self, tokens, features):
+        positions = torch.arange(len(tokens))
+        for layer, (k, v) in enumerate(self.model.context(features[None], positions)):
+            self.cache.append(layer, k, v)
+
+
+class Stale(DFlashDrafter):
+    """Takes the features of the first settled position of a piece for all of them."""
+
+    def commit(self, tokens, features):
+        first = features[:1].expand(len(tokens), -1)
+        super().commit(tokens, first if self.cache.length else features)
+
+
+broken = {"right": DFlashDrafter, "one too high": Shifted, "from 0 each time": Restarting,
+          "stale features": Stale}
+seen = {}
+for name, kind in broken.items():
+    runs = answers(kind(target, model), world)
+    assert [g.tokens for g in runs] == [g.tokens for g in found["DFlash"]], "never another text"
+    seen[name] = mean_tau(runs)
+bars(seen, ylabel="acceptance length tau", title="One mistake in the drafter's memory: same text")
+
+# %% [markdown]
+# None of them changes a single token. That is the beauty of verification and the danger of it:
+# the output cannot tell you that the drafter is broken. Only the spec's comparison with a fresh
+# computation can.
+#
+# ## 6 · Block size
+#
+# The model was trained with one B and may decode with smaller ones. **Predict:** does tau double
+# from B = 4 to B = 8?
+
+# %% tags=["volatile"]
+sizes = [b for b in (2, 4, 6, 8, 12, 16) if b <= B]
+lengths = [mean_tau(answers(pair.drafter(b), world)) for b in sizes]
+curves({"DFlash": (sizes, lengths), "every guess right": (sizes, sizes)}, xlabel="block size B",
+       ylabel="tau", title="Longer blocks write more per round, up to a point")
+
+# %% [markdown]
+# The upper line is the most a block can write. The gap grows with B: far slots are kept only when
+# all before them were right.
+#
+# ## 7 · Where the time goes
+#
+# Draft, verification and the rest of each round on one clock, beside plain decoding in the same
+# loop. Times differ from machine to machine; the text output of these cells is not checked.
+
+# %% tags=["volatile"]
+timeline({"plain": speculate(target, NoDrafter(), ids, 48, stop_ids),
+          "DFlash": speculate(target, pair.drafter(), ids, 48, stop_ids)}, "The same text, twice")
+
+# %% [markdown]
+# The number above a round is what it wrote. In plain decoding every round writes one. A DFlash
+# round takes longer, since it has a draft and a wider verification, and writes several.
+#
+# **Predict:** how much longer does the draft of a block of 16 take than that of a block of 4?
+
+# %% tags=["volatile"]
+times = draft_times(pair, ids, sizes=sizes)
+bars({f"B = {b}": ms for b, ms in times.items()}, ylabel="milliseconds per draft",
+     title="One pass, whatever the block size")
+
+# %% [markdown]
+# Nearly flat. A drafter that writes token by token would climb in proportion to B.
+#
+# ## 8 · With dice
+#
+# Above temperature 0 a guess survives with the probability that the target gives it. **Predict:**
+# does tau rise or fall with the temperature?
+
+# %% tags=["volatile"]
+warm = {}
+for temperature in (0.0, 0.4, 0.7, 1.0, 1.3):
+    dice = torch.Generator().manual_seed(1)
+    runs = answers(pair.drafter(), world, temperature=temperature, generator=dice)
+    warm[f"T = {temperature}"] = mean_tau(runs)
+bars(warm, ylabel="acceptance length tau", title="The hotter the target, the harder to guess")
+
+# %% [markdown]
+# The drafts are argmax guesses at every temperature, and the law of the text is the target's own.
+#
+# **Try this.** Write a drafter that draws each slot from its softmax at T = 1 and reports the
+# laws (`Draft(tokens, probs)`, room 07 then verifies by rejection). It is lossless too. Is its
+# tau higher or lower than that of the argmax?
