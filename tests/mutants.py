@@ -1,11 +1,10 @@
-"""Runs one room's spec on many variants of the room, quickly: one import, then a fork per variant.
+"""Runs one room's spec on many variants of the room, quickly: collect once, then fork per variant.
 
 ``python tests/mutants.py JOB.json`` reads {"spec", "room", "seconds", "test_seconds", "variants":
-[{"name", "exercise", "source"}, ...]} and writes JOB.out.json: for each variant's name the first
-failure of the tests that mark its exercise, pytest's output and its exit status.
+[{"name", "exercise", "source"}, ...]} and writes JOB.out.json: for each variant's name how many
+tests mark its exercise, the first of them that fails, and whether the run came to its end.
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -23,20 +22,22 @@ ABROAD = {"HYPOTHESIS_PROFILE": "judge", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_T
 def examine(
     spec: Path, room: str, variants: list[dict], seconds: float = 90, test_seconds: float = 20
 ) -> dict[str, dict]:
-    """Run a spec on variants of its room, in another process; results by the variants' names."""
-    chunks = [variants] if FORKS else [[variant] for variant in variants]
+    """Run a spec on variants of its room, in another process; results by the variants' names.
+
+    A result is {"tests", "failures": [{"test", "phase", "text"}], "finished"}.
+    """
     results: dict[str, dict] = {}
-    for chunk in chunks:
+    for chunk in [variants] if FORKS else [[variant] for variant in variants]:
         with tempfile.TemporaryDirectory() as folder:
             job = Path(folder, "job.json")
             limits = {"seconds": seconds, "test_seconds": test_seconds}
-            job.write_text(
-                json.dumps({"spec": str(spec), "room": room, "variants": chunk, **limits})
-            )
+            what = {"spec": str(spec), "room": room, "variants": chunk, **limits}
+            job.write_text(json.dumps(what))
+            abroad = {**ABROAD, "PYTHONPATH": str(HOUSE), "PYTEST_DEBUG_TEMPROOT": folder}
             done = subprocess.run(
                 [sys.executable, __file__, str(job)],
                 cwd=HOUSE,
-                env=os.environ | ABROAD | {"PYTHONPATH": str(HOUSE)},
+                env=os.environ | abroad,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -47,72 +48,78 @@ def examine(
     return results
 
 
-def run_one(job: dict, variant: dict, folder: Path) -> int:
-    """Run the tests that mark one exercise on one variant; stop at the first failure."""
-    import pytest
+class Variants:
+    """A pytest plugin: instead of running the collected tests once, run them on every variant."""
 
-    (folder / f"{job['room']}.py").write_text(variant["source"])
-    options = [f"--rooms={folder}", f"--record={folder}", f"--exercise={variant['exercise']}"]
-    options += ["-x", "-q", "-p", "minidflash.kit.record", "-p", "no:cacheprovider", "--tb=short"]
-    with (
-        open(folder / "output.txt", "w") as file,
-        contextlib.redirect_stdout(file),
-        contextlib.redirect_stderr(file),
-    ):
-        status = int(pytest.main([*options, f"--test-seconds={job['test_seconds']}", job["spec"]]))
-    return status
+    def __init__(self, job: dict, base: Path):
+        self.job, self.base, self.failures, self.results = job, base, [], {}
 
+    def pytest_runtestloop(self, session) -> bool:
+        """Fork one child per variant, as many at a time as there are cores."""
+        waiting, running = list(enumerate(self.job["variants"])), {}
+        while waiting or running:
+            while waiting and len(running) < (os.cpu_count() or 1):
+                i, variant = waiting.pop(0)
+                folder = self.base / str(i)
+                folder.mkdir()
+                child = os.fork() if FORKS else 0
+                if child == 0:
+                    try:
+                        self.run(session, variant, folder)
+                    finally:
+                        if FORKS:
+                            os._exit(0)
+                running[child] = (variant["name"], folder, time.monotonic() + self.job["seconds"])
+            for child, (name, folder, deadline) in list(running.items()):
+                ended = not FORKS or os.waitpid(child, os.WNOHANG)[0]
+                if not ended and time.monotonic() > deadline:
+                    os.kill(child, signal.SIGKILL)
+                    ended = os.waitpid(child, 0)[0]
+                if ended:
+                    result = folder / "result.json"
+                    died = {"tests": None, "failures": [], "finished": False}
+                    self.results[name] = json.loads(result.read_text()) if result.exists() else died
+                    del running[child]
+            time.sleep(0.01)
+        return True
 
-def collect(folder: Path, status: int | None) -> dict:
-    """What a finished variant left behind."""
-    record, output = folder / "record.jsonl", folder / "output.txt"
-    lines = record.read_text().splitlines() if record.exists() else []
-    ended = [event for line in lines if (event := json.loads(line))["event"] == "ended"]
-    return {
-        "status": status,
-        "finished": '{"event": "closed"}' in lines,
-        "failures": [event for event in ended if not event["passed"]],
-        "output": output.read_text(errors="replace")[-6000:] if output.exists() else "",
-    }
+    def run(self, session, variant: dict, folder: Path) -> None:
+        """Run the tests that mark one exercise on one variant, up to the first failure."""
+        (folder / f"{self.job['room']}.py").write_text(variant["source"])
+        session.config.option.rooms = str(folder)
+        sys.modules["work"].__path__ = [str(folder)]
+        self.failures = []
+        chosen = [
+            item
+            for item in session.items
+            if any(variant["exercise"] in mark.args for mark in item.iter_markers("exercise"))
+        ]
+        for item, following in zip(chosen, [*chosen[1:], None], strict=False):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self.failures:
+                break
+        result = {"tests": len(chosen), "failures": self.failures, "finished": True}
+        (folder / "result.json").write_text(json.dumps(result))
+
+    def pytest_runtest_logreport(self, report) -> None:
+        """Keep the failures."""
+        if report.failed:
+            text = report.longreprtext[-6000:]
+            self.failures.append({"test": report.nodeid, "phase": report.when, "text": text})
 
 
 def main(path: Path) -> None:
-    """Fork one child per variant, as many at a time as there are cores."""
+    """Collect the spec with the plugin above, and write down what it found."""
     import pytest
 
     job = json.loads(path.read_text())
-    variants, results, running = list(job["variants"]), {}, {}
     with tempfile.TemporaryDirectory() as base:
-        if not FORKS:
-            status = run_one(job, variants[0], Path(base))
-            results[variants[0]["name"]] = collect(Path(base), status)
-        else:
-            # Import all that the spec imports, once. No room is examined here.
-            assert pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", job["spec"]]) == 0
-        while FORKS and (variants or running):
-            while variants and len(running) < (os.cpu_count() or 1):
-                variant = variants.pop(0)
-                folder = Path(base, str(len(results) + len(running)))
-                folder.mkdir()
-                child = os.fork()
-                if child == 0:
-                    status = 70  # a crash of this harness
-                    try:
-                        status = run_one(job, variant, folder)
-                    finally:
-                        os._exit(status)
-                running[child] = (variant["name"], folder, time.monotonic() + job["seconds"])
-            for child, (name, folder, deadline) in list(running.items()):
-                done, code = os.waitpid(child, os.WNOHANG)
-                status = os.waitstatus_to_exitcode(code) if done else None
-                if not done and time.monotonic() > deadline:
-                    os.kill(child, signal.SIGKILL)
-                    os.waitpid(child, 0)
-                if done or time.monotonic() > deadline:
-                    results[name] = collect(folder, status)
-                    del running[child]
-            time.sleep(0.02)
-    path.with_suffix(".out.json").write_text(json.dumps(results))
+        plugin = Variants(job, Path(base))
+        options = ["-q", "--tb=short", "-p", "minidflash.kit.record", "-p", "no:cacheprovider"]
+        options += [f"--test-seconds={job['test_seconds']}", f"--rooms={base}", job["spec"]]
+        pytest.main(options, plugins=[plugin])
+        if len(plugin.results) == len(job["variants"]):
+            path.with_suffix(".out.json").write_text(json.dumps(plugin.results))
 
 
 if __name__ == "__main__":
