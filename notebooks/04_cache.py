@@ -151,6 +151,7 @@ for what, marker, colour in (("prefill", "D", "#CC79A7"), ("fed", "^", "#E69F00"
     axes.plot(xs, [heights[i] for i in xs], marker, color=colour, markersize=8, label=label)
 axes.set(xlabel="moment (forward, truncate, forward, ...)", ylabel="positions in the cache",
          title="A cache in speculative decoding: up by eight, down by what was wrong")
+axes.set_xticks(range(0, len(heights), 2))
 axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 Picture(figure, "length: " + " ".join(str(h) for h in heights))

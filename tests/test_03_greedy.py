@@ -31,7 +31,8 @@ def counting_up(vocab=100, **options):
 ])
 def test_cutting_by_hand(room, new, room_left, kept, reason):
     """Tokens are kept up to the first stop token and up to the budget, whichever comes first."""
-    assert room.trim(new, room_left, [9]) == (kept, reason)
+    got = room.trim(new, room_left, [9])
+    assert got == (kept, reason), f"{new}, room for {room_left}, stop 9: {got} for {(kept, reason)}"
 
 
 @pytest.mark.exercise("3.1")
