@@ -1,6 +1,6 @@
 """Compile room 17's kernels for GPUs that are not here, and say what came out. Run by its spec.
 
-python tests/compile_kernel.py KERNEL.py  ->  one JSON line per kernel and setting
+python tests/compile_kernel.py KERNEL.py [80|90]  ->  one JSON line per kernel and setting
 
 It runs in a process of its own: Triton's interpreter and its compiler cannot share one. Nothing is
 executed on a GPU; the wheel of Triton carries the assembler and the tool that reads its result.
@@ -99,7 +99,7 @@ def backward_jobs(attend, capability, shape):
     yield "backward_context", attend.backward_context, types, fixed, options
 
 
-def main(path: str) -> None:
+def main(path: str, arch: str = "") -> None:
     """Every setting of a room's kernels, or of the gradient's for the word "backward"."""
     if path == "backward":
         from minidflash.kit import attend
@@ -107,14 +107,14 @@ def main(path: str) -> None:
         work = partial(backward_jobs, attend)
     else:
         work = partial(jobs, load(Path(path)))
-    for capability in ((8, 0), (9, 0)):
+    for number in [int(arch)] if arch else SHARED_LIMIT:
+        capability = divmod(number, 10)
         for shape in SHAPES[:2] if path == "backward" else SHAPES:
             for name, kernel, types, constants, options in work(capability, shape):
-                arch = 10 * capability[0] + capability[1]
-                head = {"kernel": name, "arch": arch, "shape": str(shape)}
+                head = {"kernel": name, "arch": number, "shape": str(shape)}
                 row = compile_one(kernel, capability, types, constants, options)
-                print(json.dumps(head | row | {"limit": SHARED_LIMIT[arch]}), flush=True)
+                print(json.dumps(head | row | {"limit": SHARED_LIMIT[number]}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

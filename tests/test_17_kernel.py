@@ -537,14 +537,14 @@ def test_a_broken_kernel_is_caught(tmp_path, mistake):
 # ---- the real compiler
 
 
-@pytest.fixture(scope="module")
-def compiled(room, tmp_path_factory):
+@pytest.fixture(scope="module", params=["80", "90"], ids=["sm_80", "sm_90"])
+def compiled(request, room, tmp_path_factory):
     """What the compiler makes of this room for sm_80 (A100) and sm_90 (H100, H200)."""
     program = Path(__file__).with_name("compile_kernel.py")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     run = subprocess.run(
-        [sys.executable, program, room.__file__],
+        [sys.executable, program, room.__file__, request.param],
         capture_output=True,
         text=True,
         env=environment,
@@ -562,8 +562,7 @@ def compiled(room, tmp_path_factory):
 @WHOLE
 def test_the_real_compiler_takes_it(compiled):
     """For sm_80 and sm_90, all that four drafters launch compiles and fits into shared memory."""
-    assert {row["arch"] for row in compiled} == {80, 90}
-    assert len(compiled) == 12, "four attention kernels and two combine kernels, for two GPUs"
+    assert len(compiled) == 6, "four attention kernels and two combine kernels"
     for row in compiled:
         assert row["shared"] <= row["limit"], f"too much shared memory: {row}"
 
