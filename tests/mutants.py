@@ -20,7 +20,7 @@ ABROAD = {"HYPOTHESIS_PROFILE": "judge", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_T
 
 
 def examine(
-    spec: Path, room: str, variants: list[dict], seconds: float = 90, test_seconds: float = 20
+    spec: Path, room: str, variants: list[dict], seconds: float = 300, test_seconds: float = 20
 ) -> dict[str, dict]:
     """Run a spec on variants of its room, in another process; results by the variants' names.
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -66,10 +65,10 @@ def toy(tmp_path, monkeypatch):
     monkeypatch.setattr(grade, "spec_path", lambda number, name: spec)
     monkeypatch.chdir(tmp_path)
 
-    def run(text: str | None, seconds: float = 60):
+    def run(text: str | None, test_seconds: float = 60):
         if text is not None:
             (tmp_path / "work/toy.py").write_text(text)
-        status = grade.main(["work", "--seconds", str(seconds)])
+        status = grade.main(["work", "--test-seconds", str(test_seconds)])
         assert status == 0
         results = json.loads((tmp_path / "results.json").read_text())
         assert results["score"] == sum(t["score"] for t in results["tests"])
@@ -100,10 +99,9 @@ def test_one_mistake_costs_one_mark(toy):
 
 def test_an_endless_loop_costs_its_own_marks_only(toy):
     """An endless loop is ended, and the other exercises are still marked."""
-    before = time.monotonic()
-    scores, messages = toy(ROOM.replace("return x // 2", "while True: pass"), seconds=20)
+    scores, messages = toy(ROOM.replace("return x // 2", "while True: pass"), test_seconds=2)
     assert scores == [1, 0]
-    assert "endless loop" in messages[1] and time.monotonic() - before < 100
+    assert "endless loop" in messages[1]
 
 
 @pytest.mark.parametrize(

@@ -65,18 +65,22 @@ def mark(exercise: Exercise, outcomes: Sequence[Outcome]) -> Mark:
     return Mark(name, 0, 1, message)
 
 
-def grade_room(name: str, folder: Path, seconds: float = 300) -> list[Mark]:
+def grade_room(
+    name: str, folder: Path, seconds: float = 600, test_seconds: float = 60
+) -> list[Mark]:
     """Marks of one room's exercises. Whatever the student's file does, this returns."""
     found = exercises((PACKAGE / f"{name}.py").read_text())
     if not (folder / f"{name}.py").is_file():
         message = f"{folder}/{name}.py does not exist; python -m minidflash start {name} makes it"
         return [Mark(f"exercise {e.label}: {e.name}", 0, 1, message) for e in found]
     spec = spec_path(rooms()[name], name)
-    outcomes = examine([spec], folder, seconds, test_seconds=min(60, seconds / 5))
+    outcomes = examine([spec], folder, seconds, test_seconds)
     return [mark(exercise, outcomes) for exercise in found]
 
 
-def grade(folder: Path, only: Sequence[str] = (), seconds: float = 300) -> list[Mark]:
+def grade(
+    folder: Path, only: Sequence[str] = (), seconds: float = 600, test_seconds: float = 60
+) -> list[Mark]:
     """Marks of every exercise, in order, printed as they come.
 
     Raises:
@@ -87,7 +91,7 @@ def grade(folder: Path, only: Sequence[str] = (), seconds: float = 300) -> list[
     marks = []
     for name in course(only):
         print(f"{rooms()[name]} {name}")
-        for one in grade_room(name, folder, seconds):
+        for one in grade_room(name, folder, seconds, test_seconds):
             print(f"   {'pass' if one.score else 'FAIL'}  {one.name}")
             if one.message:
                 print(f"         {one.message.splitlines()[0][:160]}")
@@ -116,10 +120,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, nargs="?", default=Path("work"))
     parser.add_argument("--only", nargs="+", default=(), metavar="ROOM", help="just these rooms")
     parser.add_argument("--output", type=Path, default=Path("results.json"), metavar="FILE")
-    parser.add_argument("--seconds", type=float, default=300, help="limit for one room's spec")
+    parser.add_argument("--seconds", type=float, default=600, help="limit for one room's spec")
+    parser.add_argument("--test-seconds", type=float, default=60, help="of computing, for one test")
     args = parser.parse_args(argv)
     try:
-        marks = grade(args.folder, args.only, args.seconds)
+        marks = grade(args.folder, args.only, args.seconds, args.test_seconds)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -58,7 +58,7 @@ def spec_path(number: str, name: str) -> Path:
 def examine(
     specs: Sequence[Path],
     rooms: Path | None = None,
-    seconds: float = 300,
+    seconds: float = 600,
     test_seconds: float = 60,
     options: Sequence[str] = (),
 ) -> list[Outcome]:
@@ -68,7 +68,7 @@ def examine(
         specs: spec files.
         rooms: the folder whose rooms are examined; the reference if None.
         seconds: limit for all of it.
-        test_seconds: limit for one test.
+        test_seconds: limit for one test, of computing.
         options: more options for pytest.
 
     A process that dies during one test is started again for the tests after it, twice at most.
