@@ -13,6 +13,10 @@ from worlds import CountingTarget, FakeDrafter, continuation, hopeless, perfect,
 
 from minidflash.greedy import greedy
 
+# More examples where they are cheap, fewer where a real model runs; both grow with the profile.
+MANY = settings(max_examples=2 * settings().max_examples)
+FEW = settings(max_examples=max(10, settings().max_examples // 4))
+
 
 def scripted(answer, prompt, vocab=200):
     """A target that continues this prompt with this answer, whatever else is going on."""
@@ -70,7 +74,7 @@ def test_every_position_is_fed_to_the_target_once(room):
 
 
 @pytest.mark.exercise("8.1")
-@settings(max_examples=100)
+@MANY
 @given(data=st.data())
 def test_whatever_is_guessed_the_output_is_greedy(room, data):
     """Any guesses, prompt, block size, budget and stop tokens give plain greedy's tokens."""
@@ -254,7 +258,7 @@ def oracle(target, prompt, right, B, count):
 
 
 @pytest.mark.exercise("8.1")
-@settings(max_examples=20)
+@FEW
 @given(seed=st.integers(0, 99), prompt=texts(6, 1, 4), B=st.integers(2, 6), n=st.integers(1, 12))
 def test_a_real_decoder_writes_its_greedy_text(room, seed, prompt, B, n):
     """A random Qwen3 in float32 writes the same tokens with any mix of right and wrong guesses."""
@@ -349,7 +353,7 @@ def test_above_temperature_zero_the_law_is_the_targets(room, name, n, drafter):
 
 
 @pytest.mark.exercise("8.1")
-@settings(max_examples=10)
+@FEW
 @given(data=st.data(), n=st.integers(1, 3), B=st.integers(1, 3))
 def test_any_guesses_at_any_law_leave_the_law_alone(room, data, n, B):
     """For any target law, fixed or drawn guesses, block size and stop token it stays the law."""
@@ -508,7 +512,7 @@ def test_prompt_lookup_by_hand(room, text, count, guess):
 
 
 @pytest.mark.exercise("8.2")
-@settings(max_examples=100)
+@MANY
 @given(text=texts(3, 1, 12), longest=st.integers(1, 4), count=st.integers(0, 5))
 def test_the_longest_match_wins_then_the_latest(room, text, longest, count):
     """Of all earlier places the one that agrees furthest back is taken, and the last of those."""
