@@ -41,6 +41,7 @@ def check_request(target: Any, prompt: Any, max_new_tokens: int, stop_ids: Any) 
 def trim(new: list[int], room: int, stop_ids: Collection[int]) -> tuple[list[int], str | None]:
     """Cut a round's tokens at the first stop token (kept), or at the budget; say which it was.
 
+    `room` is what is left of the budget. A budget that is just filled is over: "length".
     The stop is looked for first, but only among tokens that fit the budget (case A2).
     """
     for place, token in enumerate(new[:room]):

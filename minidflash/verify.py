@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Draft(NamedTuple):
-    """Guesses for the places after the anchor."""
+    """Guesses for the places after the anchor, which is the last token written."""
 
     tokens: list[int]
     probs: Tensor | None = None  # [m V], the laws they were DRAWN from; None: no chance in it
@@ -51,7 +51,7 @@ def longest_prefix(draft: Sequence[int], choice: Sequence[int]) -> int:
 
 
 def check_verification(draft: Sequence[int], logits: Tensor) -> None:
-    """One row of logits per drafted token, and one more."""
+    """One row of logits per drafted token, and one more. Every verifier begins with this."""
     if logits.ndim != 2 or logits.shape[0] != len(draft) + 1:
         raise ValueError(f"logits {tuple(logits.shape)}: a draft of {len(draft)} tokens needs "
                          f"[{len(draft) + 1} V], one row per token and one for the bonus")

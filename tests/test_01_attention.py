@@ -140,7 +140,8 @@ def test_only_the_distance_matters(room, m, n, shift, seed):
                     for x, p in ((q, a), (k, b)))
         return float((qa * kb).sum())
 
-    assert abs(score(m, n) - score(m + shift, n + shift)) < 1e-4
+    moved = score(m + shift, n + shift)
+    assert abs(score(m, n) - moved) < 1e-4, f"both moved by {shift}: another score"
 
 
 # -- exercise 1.3: attend -----------------------------------------------------------------------

@@ -205,7 +205,8 @@ def test_features_stand_side_by_side(room, taps, batch, length):
     assert features.shape == (batch, length, 6 * len(taps)) and logits.shape == (batch, length, 7)
     states = model.hidden_states(ids)
     for n, tap in enumerate(taps):
-        assert torch.equal(features[..., 6 * n : 6 * n + 6], states[tap + 1])
+        assert torch.equal(features[..., 6 * n : 6 * n + 6], states[tap + 1]), (
+            f"of taps {taps}, number {n} is not hidden_states[{tap} + 1]")
     assert torch.equal(logits, states[-1] @ model.lm_head.weight.mT)
 
 

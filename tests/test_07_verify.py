@@ -86,7 +86,9 @@ def test_a_target_that_is_too_short_is_refused(room):
 def test_kept_tokens_and_bonus_are_what_the_target_would_write(room, draft, choices, written):
     """The kept tokens and then the bonus are the target's own tokens, one more than were kept."""
     accepted, bonus = room.verify_greedy(draft, logits_for(choices))
-    assert [*draft[:accepted], bonus] == written, f"draft {draft}, target {choices}"
+    assert [*draft[:accepted], bonus] == written, (
+        f"draft {draft}, target {choices}: accepted {accepted}, so the bonus is row {accepted}'s"
+    )
 
 
 @pytest.mark.exercise("7.2")
@@ -101,7 +103,7 @@ def test_greedy_verification_equals_walking_token_by_token(room, draft, seed):
         if written != draft[: len(written)]:
             break
     verdict = room.verify_greedy(draft, logits)
-    assert verdict == (len(written) - 1, written[-1])
+    assert verdict == (len(written) - 1, written[-1]), f"plain decoding writes {written}"
     assert type(verdict.accepted) is int and type(verdict.bonus) is int
 
 
@@ -256,9 +258,10 @@ def test_the_temperature_reaches_every_row(room, temperature):
     for probs in (None, certain):
         law = law_of(lambda g, q=probs: room.verify([0], q, log(p), temperature, g))
         for token in range(vocab):
-            assert law[1, token] == pytest.approx(hot[0][0] * hot[1][token])
+            kept, lost = f"guess kept, bonus {token}", f"guess lost, bonus {token}"
+            assert law[1, token] == pytest.approx(hot[0][0] * hot[1][token]), kept
             if token:
-                assert law[0, token] == pytest.approx(hot[0][token])
+                assert law[0, token] == pytest.approx(hot[0][token]), lost
 
 
 @pytest.mark.exercise("7.3", "7.4")

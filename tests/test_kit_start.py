@@ -61,7 +61,7 @@ def test_a_stub_keeps_signature_docstring_and_step_comments_and_loses_the_code()
 \"\"\"
     return y + len(text) * 0
 """,
-        """        # Once is enough.
+        """    # Once is enough.
     raise NotImplementedError("exercise 99.1: double")
 """,
     ).replace(

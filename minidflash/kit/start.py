@@ -2,7 +2,7 @@
 
 ``python -m minidflash start verify`` writes ``work/verify.py``. Nothing is stored: the stub is the
 reference room with the code of each exercise removed. Signature, docstring and full-line comments
-stay, so the comments are the instructions.
+stay, at one indentation, so the comments are the instructions.
 """
 
 import argparse
@@ -128,7 +128,7 @@ def blank(source: str, only: Sequence[str] | None = None) -> str:
             continue
         out += lines[cursor : exercise.first - 1]
         body = range(exercise.first, exercise.last + 1)
-        out += [lines[n - 1] for n in body if n in full_line]
+        out += [" " * exercise.indent + lines[n - 1].strip() for n in body if n in full_line]
         error = f'raise NotImplementedError("exercise {exercise.label}: {exercise.name}")'
         out.append(" " * exercise.indent + error)
         cursor = exercise.last
