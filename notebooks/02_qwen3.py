@@ -53,9 +53,11 @@ Picture(figure, "length by station: " + "  ".join(f"{s}: {sizes[s]:.2g}" for s i
 
 # %% [markdown]
 # *What to see.* The solid line is the stream, the dashed one what each layer puts on top. No layer
-# replaces anything: it adds, and some layers add far more than others. The last station (diamond)
-# stands apart, because it alone has passed the final norm. Whoever takes features from it together
-# with those of other layers mixes two scales.
+# replaces anything: it adds, and some layers add far more than others. The teeth are this target's
+# childhood: it learnt with 8 layers first, and then each got two new ones behind it that began by
+# adding nothing (`recipe.json` beside its weights). They still add little. The last station
+# (diamond) stands apart, because it alone has passed the final norm. Whoever takes features from it
+# together with those of other layers mixes two scales.
 #
 # ## 2 · The tape: what would each layer say?
 #
@@ -111,9 +113,9 @@ Picture(figure, "\n".join(said))
 # %% [markdown]
 # *What to see.* Read a column from below. At the bottom there is only the token itself, and the
 # guess is a habit. Higher up the guess settles, and at the top the colour is dark where the text
-# leaves no choice. Different tokens settle at different heights. This is what DFlash lives on: long
-# before the last layer, the rows in the middle know a good deal about what comes next, and its
-# drafter reads several of them at once.
+# leaves no choice. Different tokens settle at different heights. The steps of three are the old
+# layers again. This is what DFlash lives on: long before the last layer, the rows in the middle
+# know a good deal about what comes next, and its drafter reads several of them at once.
 #
 # ## 3 · Tap L is station L + 1
 #

@@ -101,8 +101,9 @@ picture
 #
 # ## 3 · In which arithmetic?
 #
-# "The output does not change" holds in exact arithmetic. How near does this target come to a tie?
-# The gap between its two best logits, token by token:
+# "The output does not change" holds in exact arithmetic. How near does this target come to a tie? A
+# chat prompt allows several wordings, so here the choice is closer than in code. **Predict:** where
+# in a sentence will the gap between the two best logits be small?
 
 # %% tags=["volatile"]
 def gaps(model, tokens):
@@ -114,6 +115,9 @@ def gaps(model, tokens):
     return (best[:, 0] - best[:, 1]).tolist(), rows.argmax(-1).tolist()
 
 
+prompt = tokenizer(document("chat", "held_out", 0).prompt).input_ids
+answer = greedy(target, prompt, 60, [END])
+n = len(answer)
 gap, best = gaps(target, answer)
 assert best == answer
 short, _ = load_target("tiny", dtype="bfloat16")
@@ -127,9 +131,10 @@ axes.plot(flips, [gap[t] for t in flips], "x", color="black", markersize=11, lab
 axes.set(xlabel="token of the answer", ylabel="best logit minus second best",
          title="How sure is the target? Near 0 lies a tie")
 axes.set_ylim(bottom=0)
-axes.legend(frameon=False, ncols=3)
+figure.legend(loc="outside lower center", ncols=3, frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 worst = max(abs(a - b) for a, b in zip(gap, gap16, strict=True))
+print(tokenizer.decode(answer).strip())
 print(f"bfloat16 chooses another token at {len(flips)} of {n} places")
 Picture(figure, f"smallest gap {min(gap):.2g}; the two precisions differ by up to {worst:.1g}")
 
@@ -140,5 +145,4 @@ Picture(figure, f"smallest gap {min(gap):.2g}; the two precisions differ by up t
 # target's own words. So the specs of this course compare tokens in float64 and float32, where such
 # ties are rare.
 #
-# **Try it.** Take a chat prompt: `document("chat", "held_out", 0).prompt`. Are its gaps smaller,
-# and why?
+# **Try it.** Take the code prompt of part 1 again. Where is the target least sure there?
