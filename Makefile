@@ -24,7 +24,7 @@ demo: $(VENV)/.ready-run  ## decode four unseen prompts with and without DFlash
 	$(PY) -m minidflash demo
 
 test: $(VENV)/.ready-test  ## the executable specification
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -n 2 --dist loadgroup
 
 spec: $(VENV)/.ready-test  ## the specification as sentences, in chapter order
 	$(PY) -m minidflash.kit.spec

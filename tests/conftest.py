@@ -115,6 +115,7 @@ def pytest_configure(config):
             raise pytest.UsageError(f"{folder} has no room yet:  python -m minidflash start ROOM")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(config, items):
     wanted, kept, dropped = set(config.getoption("--exercise") or ()), [], []
     for item in items:
@@ -123,6 +124,15 @@ def pytest_collection_modifyitems(config, items):
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
+    # Under `pytest -n 2 --dist loadgroup` (make test) a file stays in one process, because its
+    # tests share what is costly. The catalogue of wrong answers shares per room, and goes first.
+    if hasattr(config, "workerinput"):
+        catalogue = "test_wrong_answers.py"
+        for item in items:
+            room = re.search(r"\[(?:\d\d_)?([a-z_0-9]+?)[-/]", item.name)
+            shared = item.path.name if item.path.name != catalogue or not room else room[1]
+            item.add_marker(pytest.mark.xdist_group(shared))
+        items.sort(key=lambda item: item.path.name != catalogue)
 
 
 SKIPS_ALLOWED = ("needs a CUDA device",)  # how the reason of a skip begins, if CI may meet it
