@@ -86,7 +86,8 @@ def wild_prompts(
     """Return prompts of 150 to 400 characters that stop in the middle of real Python.
 
     Each is a run of whole lines of one file and ends after a `def` line and the first line of its
-    docstring.
+    docstring, without its line end: the tokenizer joins that with the next line's indentation, so a
+    prompt that ends in it would end in a token that the models hardly ever saw.
 
     Args:
         count: how many prompts; all different.
@@ -107,7 +108,7 @@ def wild_prompts(
                     start -= 1
                     size += len(lines[start]) + 1
                 if 150 <= size <= 400:
-                    places.append("\n".join(lines[start : i + 1]).lstrip("\n") + "\n")
+                    places.append("\n".join(lines[start : i + 1]).lstrip("\n"))
     places = sorted({place for place in places if len(place) >= 150})
     if not 0 <= count <= len(places):
         raise ValueError(
