@@ -212,8 +212,9 @@ def test_a_block_never_overshoots_the_budget(room, budget):
     due = 1 + math.ceil((budget - 1) / 16) if budget else 0
     assert target.forwards == due, "work for nothing"
     assert sum(map(len, target.fed)) <= 2 + max(0, budget - 1), "nothing past the budget is fed"
-    assert drafter.asked == ([budget - 2] if 2 <= budget <= 17 else []), (
-        f"asked for {drafter.asked} guesses: after the prefill's token {budget - 1} are due, "
+    asked = [count for count in drafter.asked if count]  # asking for no guess is asking for none
+    assert asked == ([budget - 2] if 3 <= budget <= 17 else []), (
+        f"asked for {asked} guesses: after the prefill's token {budget - 1} are due, "
         "and the bonus is one of them"
     )
 
@@ -480,7 +481,8 @@ def test_time_is_charged_to_who_spent_it(room):
     drafter.guess, target.forward = slow_guess, slow_forward
     run = room.speculate(target, drafter, [1], 4)
     for r in run.rounds:
-        assert 0.004 <= r.draft_seconds and 0.012 <= r.verify_seconds
+        assert not r.proposed or 0.004 <= r.draft_seconds, f"the draft slept 4 ms: {r}"
+        assert 0.012 <= r.verify_seconds, f"the target slept 12 ms: {r}"
     busy = sum(r.draft_seconds + r.verify_seconds for r in run.rounds)
     assert 0.012 <= run.prefill_seconds and run.prefill_seconds + busy <= run.seconds
 
@@ -501,7 +503,7 @@ def told(room, text, block_size=4, longest=3):
     ([1, 2, 3, 4, 1, 2], 1, [3]),
     ([1, 2, 3, 4], 3, []),  # nothing seen twice
     ([5], 3, []),
-    ([2, 7, 9, 2, 8, 9, 2], 2, [8, 9]),  # 9 2 beats the 2 alone
+    ([9, 2, 8, 2, 5, 9, 2], 2, [8, 2]),  # 9 2 beats the 2 alone, which stood there later
     ([2, 7, 5, 2, 8, 6, 2], 1, [8]),  # equal length: the latest
     ([3, 3], 3, [3]),
 ])  # fmt: skip

@@ -23,6 +23,12 @@ def drawn(text: str) -> str:
     return "\n".join(line.replace(" ", "") for line in text.split("\n") if line.strip())
 
 
+def assert_drawn(mask: torch.Tensor, text: str, why: str) -> None:
+    """Compare a mask with its hand-drawn picture, and show both."""
+    mine, wanted = picture(mask), drawn(text)
+    assert mine == wanted, f"{why}; yours:\n{mine}\nwanted:\n{wanted}\n"
+
+
 def bits(text: str) -> torch.Tensor:
     """Rows of loss mask: 1 where the target wrote the token."""
     return torch.tensor([[char == "1" for char in row] for row in text.split()])
@@ -147,7 +153,7 @@ def test_bad_requests_for_anchors_are_refused(room):
 
 def test_a_block_stands_at_its_anchors_own_position(room):
     """Slot j of a block has position anchor + j, counted from 0 in the row; padding stands at 0."""
-    # case D7, and the vector of facts 5.7.2
+    # case D7
     assert room.block_positions(torch.tensor([[3]]), 4).tolist() == [[3, 4, 5, 6]]
     rows = room.block_positions(torch.tensor([[2, 4], [0, -1]]), 3)
     assert rows.tolist() == [[2, 3, 4, 4, 5, 6], [0, 1, 2, 0, 1, 2]]
@@ -229,9 +235,10 @@ def test_labels_equal_the_row_looked_up_slot_by_slot(room, data, rows, size):
             for k in range(1, size):
                 place = anchor + k
                 counts = anchor != -1 and place < length and rows[r][place]
-                at = f"row {r}, anchor {anchor}, slot {k}"
-                assert valid[r, n, k - 1].item() == counts, at
-                assert not counts or labels[r, n, k - 1] == ids[r, place], at
+                at = f"row {r} of {length} tokens, anchor {anchor}, slot {k}: position {place}"
+                mine, label = valid[r, n, k - 1].item(), labels[r, n, k - 1].item()
+                assert mine == counts, f"{at} is {'not ' * (not counts)}to be learnt"
+                assert not counts or label == ids[r, place].item(), f"{at} has another label"
 
 
 # --- exercise 13.4: who may look at whom ---------------------------------------------------------
@@ -240,16 +247,17 @@ def test_labels_equal_the_row_looked_up_slot_by_slot(room, data, rows, size):
 @pytest.mark.exercise("13.4")
 def test_the_mask_of_two_blocks_by_hand(room):
     """Blocks at 2 and 4 see the context before themselves, and themselves, both ways."""
-    # the vector of facts 5.7.2: six context positions, B = 3
+    # the chapter's picture: six context positions, B = 3
     mask = room.training_mask(torch.tensor([[2, 4]]), 3, 6)
-    assert picture(mask[0]) == drawn("""
+    wanted = """
         ##.... ### ...
         ##.... ### ...
         ##.... ### ...
         ####.. ... ###
         ####.. ... ###
         ####.. ... ###
-    """)
+    """
+    assert_drawn(mask[0], wanted, "six columns of context come first, then block 0, then block 1")
 
 
 @pytest.mark.exercise("13.4")
@@ -257,7 +265,7 @@ def test_overlapping_blocks_by_hand(room):
     """Anchors closer than a block: the later block still sees no feature at or after its anchor."""
     # case F1: row 3, B = 4, anchors 3 and 5; block 2 sees context 0 .. 4, not block 1's slots
     mask = room.training_mask(torch.tensor([[3, 5]]), 4, 12)
-    assert picture(mask[0]) == drawn("""
+    wanted = """
         ###......... #### ....
         ###......... #### ....
         ###......... #### ....
@@ -266,7 +274,8 @@ def test_overlapping_blocks_by_hand(room):
         #####....... .... ####
         #####....... .... ####
         #####....... .... ####
-    """), "context ends at the anchor's POSITION; the number of the block decides nothing"
+    """
+    assert_drawn(mask[0], wanted, "the anchor's POSITION ends the context, not its block's number")
 
 
 @pytest.mark.exercise("13.4")
@@ -274,14 +283,15 @@ def test_edges_by_hand(room):
     """A block at 0 has no context, one at the row's end sees all before it, padding nothing."""
     # case F6
     mask = room.training_mask(torch.tensor([[0, 3, -1], [-1, -1, -1]]), 2, 4)
-    assert picture(mask[0]) == drawn("""
+    wanted = """
         .... ## .. ..
         .... ## .. ..
         ###. .. ## ..
         ###. .. ## ..
         .... .. .. ..
         .... .. .. ..
-    """)
+    """
+    assert_drawn(mask[0], wanted, "blocks at 0 and 3 of four positions, then padding")
     assert not mask[1].any(), "a row without anchors sees nothing at all"
 
 
@@ -333,8 +343,9 @@ def test_the_rule_answers_one_question_at_a_time(room):
 @given(anchors=anchor_rows, size=st.integers(2, 5))
 def test_a_mask_has_no_more_entries_than_its_blocks_need(room, anchors, size):
     """A block at a costs B (a + B) entries of the mask, padding none: no hidden extra."""
-    mask = room.training_mask(torch.tensor([anchors]), size, 12)
-    assert mask.sum() == sum(size * (a + size) for a in anchors if a != -1)
+    seen = room.training_mask(torch.tensor([anchors]), size, 12).sum().item()
+    due = sum(size * (a + size) for a in anchors if a != -1)
+    assert seen == due, f"anchors {anchors}, B={size}: {seen} pairs see each other, {due} should"
 
 
 # --- the packed pass: a real drafter under the mask ----------------------------------------------

@@ -115,7 +115,10 @@ class CountingTarget:
                     features[b, t, n, :3] = torch.tensor([start + t, token, tap])
         if cache is not None:
             cache.tokens.extend(ids[0].tolist())
-            assert cache.length <= cache.capacity, f"the cache holds {cache.capacity} positions"
+            assert cache.length <= cache.capacity, (
+                f"{cache.length} positions in a cache for {cache.capacity}, all that prompt and "
+                "budget can fill: are rejected guesses still in it?"
+            )
         return torch.stack(rows).view(*ids.shape, -1), features.flatten(2)
 
     __call__ = forward
