@@ -2,8 +2,7 @@
 
 Each prompt is first decoded while you watch, then timed: plain greedy decoding with a cache and
 DFlash take turns, and medians count. The tokens must be identical. The prompts are the first ones
-of a held-out stream, not chosen; `--seed` takes you to others. One exception: the wild text was
-learnt in pieces that end anywhere, so a wild prompt that the target ends at once is passed over.
+of a held-out stream, not chosen; `--seed` takes you to others.
 """
 
 import argparse
@@ -28,17 +27,6 @@ def watch(pair: Pair, prompt: bench.Prompt, max_new_tokens: int, out: TextIO) ->
                      max_new_tokens, pair.stop_ids, on_round=stream.round)
     stream.end(done)
     return [len(one.emitted) for one in done.rounds]
-
-
-def first_prompts(pair: Pair, seed: int) -> list[bench.Prompt]:
-    """The first prompt of each kind; of the wild ones, the first that is continued for a while."""
-    wild = bench.prompts(12, ("wild",), seed)
-
-    def goes_on(prompt: bench.Prompt) -> bool:
-        ids = pair.encode(prompt.text)
-        return speculate(pair.target, NoDrafter(), ids, 16, pair.stop_ids).stop == "length"
-
-    return [*bench.prompts(1, KINDS, seed), next(filter(goes_on, wild), wild[0])]
 
 
 def entry(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +62,7 @@ def run(
         maths, code and chat, wild left out.
     """
     out = sys.stdout if out is None else out
-    asked = first_prompts(pair, seed)
+    asked = bench.prompts(1, (*KINDS, "wild"), seed)
     plain, control, dflash = NoDrafter(), NGramDrafter(pair.drafter().block_size), pair.drafter()
     colour = show.wants_colour(out)
     print("DFlash drafts a block in one pass, and the target checks it in one pass.", file=out)
