@@ -54,11 +54,11 @@ def decayed_loss_sums(
     """
     # ell_{n,k} = -log p_{n,k}(label), in float32 at least: half precision cannot add up a row of V.
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    # Replace what an invalid slot holds, first its label, then its cost. Times 0 would not do:
-    # 0 times infinity is nan.
+    # Replace what an invalid slot holds, label and scores, BEFORE the logarithm. Times 0 afterwards
+    # would not do: 0 times infinity is nan, in the sum or in the gradient.
     seen = labels.masked_fill(~valid, 0).flatten()
-    ce = F.cross_entropy(wide.flatten(0, 1), seen, reduction="none").view_as(valid)
-    ce = ce.masked_fill(~valid, 0)
+    wide = wide.masked_fill(~valid[..., None], 0).flatten(0, 1)
+    ce = F.cross_entropy(wide, seen, reduction="none").view_as(valid)
     # Every block gets the same row of weights, and an invalid slot gets none.
     w = decay_weights(valid.shape[1] + 1, gamma).to(ce) * valid
     # numerator = sum_{n,k} w_k ell_{n,k};  denominator = sum_{n,k} w_k             (eq. 14.2)

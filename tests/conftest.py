@@ -70,8 +70,10 @@ jaxtyping.install_import_hook(
 _CALM = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 _SAME = {"derandomize": True, "database": None, "print_blob": False}
 # A judge needs a failure, not the smallest one.
+# Looking for an explanation of a failure costs minutes here and ends in torch's own lines.
+_TEACH = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain]
 _FIND = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
-hypothesis.settings.register_profile("dev", max_examples=25, **_CALM)
+hypothesis.settings.register_profile("dev", max_examples=25, phases=_TEACH, **_CALM)
 hypothesis.settings.register_profile("ci", max_examples=50, **_SAME, **_CALM)
 hypothesis.settings.register_profile("thorough", max_examples=2000, **_CALM)
 hypothesis.settings.register_profile("judge", max_examples=50, phases=_FIND, **_SAME, **_CALM)

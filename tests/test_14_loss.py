@@ -183,6 +183,20 @@ def test_the_gradient_of_an_invalid_slot_is_zero(room):
 
 
 @pytest.mark.exercise("14.2")
+@pytest.mark.parametrize("score", [math.inf, -math.inf, math.nan])
+def test_no_gradient_is_nan_because_of_an_invalid_slot(room, score):
+    """Whatever an invalid slot's scores are, infinite or nan, all gradients stay finite."""
+    logits = torch.zeros(1, 2, 2, dtype=torch.float64)
+    logits[0, 1, 0] = score
+    logits.requires_grad_()
+    valid = torch.tensor([[True, False]])
+    room.decayed_loss_sums(logits, torch.zeros(1, 2, dtype=int), valid, 2.0)[0].backward()
+    assert logits.grad[0].tolist() == [[-0.5, 0.5], [0, 0]], (
+        "replace the scores BEFORE the logarithm; times 0 afterwards is nan"
+    )
+
+
+@pytest.mark.exercise("14.2")
 def test_half_precision_is_added_up_in_float32(room):
     """Scores in bfloat16 give sums in float32, as exact as the scores themselves."""
     g = torch.Generator().manual_seed(0)

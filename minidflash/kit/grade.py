@@ -8,6 +8,7 @@ a time limit, but with your rights: grade strangers' work in a container.
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,11 +92,15 @@ def grade(
     marks = []
     for name in course(only):
         print(f"{rooms()[name]} {name}")
+        begun = (folder / f"{name}.py").is_file()
         for one in grade_room(name, folder, seconds, test_seconds):
-            print(f"   {'pass' if one.score else 'FAIL'}  {one.name}")
-            if one.message:
-                print(f"         {one.message.splitlines()[0][:160]}")
             marks.append(one)
+            if begun:
+                print(f"   {'pass' if one.score else 'FAIL'}  {one.name}")
+            if begun and one.message:
+                print("         " + textwrap.shorten(one.message.splitlines()[0], 160))
+        if not begun:
+            print(f"   not begun, 0 marks: python -m minidflash start {name}")
     return marks
 
 
