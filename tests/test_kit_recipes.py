@@ -1,0 +1,161 @@
+"""kit/recipes and kit/answers: how the shipped models are made, on very small models."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from minidflash.cache import CachedQwen3, greedy_cached
+from minidflash.kit import recipes
+from minidflash.kit.answers import continue_rows, wild_cuts, world_prompts, write_answers
+from minidflash.kit.tokenizer import END_ID, MASK_ID, load_tokenizer
+from minidflash.kit.world import document
+
+SMALL = replace(
+    recipes.TINY, hidden_size=32, intermediate_size=48, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=16, num_hidden_layers=7,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def target():
+    model = CachedQwen3(SMALL)
+    recipes.initialise(model, 0)
+    return model.eval().requires_grad_(False)
+
+
+# ---------------------------------------------------------------------- the target
+
+
+def test_a_grown_model_computes_the_same_function(target):
+    """Growing from 7 to 21 layers changes no logit, and the new layers can learn."""
+    deep = recipes.grow(target, 21)
+    ids = torch.randint(2, 1024, (2, 9), generator=torch.Generator().manual_seed(1))
+    assert deep.config.num_hidden_layers == 21
+    assert torch.equal(deep(ids)[0], target(ids)[0])
+    deep.requires_grad_(True)
+    deep(ids)[0].logsumexp(-1).sum().backward()
+    gradient = deep.model.layers[1].mlp.down_proj.weight.grad
+    assert gradient.abs().max() > 0, "an output that starts at zero must still get a gradient"
+
+
+def test_growing_to_no_multiple_is_refused(target):
+    """A depth that is no multiple of the old one is refused."""
+    with pytest.raises(ValueError, match="layers=10 must be a multiple of the old depth 7"):
+        recipes.grow(target, 10)
+
+
+def test_prompt_tokens_weigh_a_quarter(tokenizer):
+    """In the target's rows a document's prompt weighs a quarter and its answer, end included, 1."""
+    rows = recipes.weighted_rows(tokenizer, "train", 3, 1, 4000, {"maths": 1.0})
+    ids, weight = rows[0]
+    first = [document("maths", "train", i, 3) for i in range(50)]
+    starts = {tuple(tokenizer(d.prompt)["input_ids"]): d for d in first}
+    end = int(np.flatnonzero(ids == END_ID)[0])
+    prompt = next(p for p in starts if list(p) == ids[: len(p)].tolist())
+    assert tokenizer.decode(ids[:end].tolist()) == starts[prompt].text
+    assert set(weight[: len(prompt)].tolist()) == {63}
+    assert set(weight[len(prompt) : end + 1].tolist()) == {255}
+
+
+def test_rows_depend_on_the_seed_alone(tokenizer):
+    """The same seed gives the same rows, another seed others."""
+    rows = [recipes.weighted_rows(tokenizer, "train", seed, 4, 64, recipes.SHARES)
+            for seed in (1, 1, 2)]  # fmt: skip
+    assert np.array_equal(rows[0], rows[1]) and not np.array_equal(rows[0], rows[2])
+
+
+def test_the_mask_id_never_competes():
+    """The target's loss does not look at the score of the mask id, so its row gets no gradient."""
+    model = CachedQwen3(replace(SMALL, num_hidden_layers=1))
+    recipes.initialise(model, 0)
+    ids = torch.randint(2, 1024, (1, 1, 8))
+    rows = torch.cat([ids, torch.full_like(ids, 255)], 1)
+    recipes.language_loss(model)(rows, None)[0].backward()
+    assert model.lm_head.weight.grad[MASK_ID].abs().max() == 0
+
+
+def test_a_target_is_trained_in_stages(tmp_path, monkeypatch):
+    """Two stages of one step each give a model of the last depth, and each stage keeps its log."""
+    monkeypatch.setattr(recipes, "held_out_loss", lambda *_: {"held_out_maths": 1.0})
+    model = recipes.train_target(tmp_path, (1, 1), (1, 2), 1e-3, 0, batch=2, config=SMALL)
+    assert model.config.num_hidden_layers == 2
+    assert all((tmp_path / f"stage{i}" / "log.jsonl").exists() for i in (0, 1))
+
+
+# ---------------------------------------------------------------------- text by the target
+
+
+def test_rows_of_a_batch_equal_single_runs(target, tokenizer):
+    """At temperature 0 every row of a batch is what the target writes for that prompt alone."""
+    prompts = wild_cuts(tokenizer, "train", 5, 12, 0)
+    together = continue_rows(target, prompts, 10, 0.0)
+    for prompt, answer in zip(prompts, together, strict=True):
+        alone = greedy_cached(target, prompt, 10, (END_ID,))
+        assert MASK_ID in alone or answer == alone
+
+
+def test_finished_rows_are_dropped_and_the_rest_goes_on(target, monkeypatch):
+    """A row ends with its end token; rows that go on are not disturbed by those that have ended."""
+    prompts = [[5, n] for n in range(10, 22)]
+    full = continue_rows(target, prompts, 12, 0.0)
+    stop = full[0][3]  # declare a token that is written to be the end
+    monkeypatch.setattr("minidflash.kit.answers.END_ID", stop)
+    for cut, whole in zip(continue_rows(target, prompts, 12, 0.0), full, strict=True):
+        assert cut == (whole[: whole.index(stop) + 1] if stop in whole else whole)
+
+
+def test_a_batch_of_unequal_prompts_is_refused(target):
+    """Prompts of different lengths in one batch are refused: there is no padding here."""
+    with pytest.raises(ValueError, match="same length"):
+        continue_rows(target, [[1, 2], [1]], 3, 0.0)
+
+
+def test_answers_keep_the_order_of_their_prompts(target, tokenizer):
+    """However prompts are batched, the result is in their order and begins with them."""
+    prompts = [p for _, p in world_prompts(tokenizer, "train", 3, ("maths", "code"), 0)]
+    rows = write_answers(target, prompts, (0.0, 0.8), 0, max_new_tokens=3, quiet=True)
+    assert [ids[:n] for ids, n in rows] == prompts
+
+
+# ---------------------------------------------------------------------- the drafter
+
+
+def test_a_warm_start_borrows_the_last_layers(target):
+    """Warm: layers are the target's last ones, and the fused row is the normed last tap."""
+    model = recipes.new_drafter(target, 2, 8, (1, 3))
+    recipes.warm_start(model, target)
+    for mine, theirs in zip(model.layers, target.model.layers[-2:], strict=True):
+        for name, weight in theirs.state_dict().items():
+            assert torch.equal(mine.state_dict()[name], weight)
+    features = torch.randn(1, 3, 64)
+    assert torch.equal(model.fc(features), features[..., 32:])
+
+
+def test_every_epoch_visits_every_group_once(target):
+    """Batches are groups of like length: each once an epoch, in a new order, features in place."""
+    rows = [(list(range(2, 12 + n)), 4) for n in range(9)]
+    data = recipes.TextWithFeatures(target, rows, (1, 3), batch=2, seed=0)
+    epochs = [[data.batch_at(e * 5 + i)[0].shape[1] for i in range(5)] for e in range(4)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    ids, features, mask = data.group(0)
+    assert torch.equal(features, target(ids, None, (1, 3))[1].bfloat16())
+    assert mask[:, :4].sum() == 0 and mask.sum() == sum(len(r) - 4 for r, _ in data.groups[0])
+
+
+def test_a_drafter_is_trained_on_what_the_target_writes(target, tokenizer, tmp_path):
+    """Text, features, steps and the measured acceptance: the whole recipe, in two steps."""
+    model = recipes.train_dflash(
+        tmp_path, target, tokenizer, steps=2, layers=1, taps=2, block_size=8, anchors=2, batch=4,
+        world=2, wild=2,
+    )  # fmt: skip
+    assert model.config.target_layer_ids == (1, 4)
+    assert (tmp_path / "text.0-of-1.jsonl").exists()
+    assert '"tau"' in (tmp_path / "log.jsonl").read_text().splitlines()[-1]
