@@ -174,6 +174,8 @@ def test_writing_killed_again_and_again_ends_in_the_same_bytes(tmp_path):
         hits += child.is_alive()
         os.kill(child.pid, signal.SIGKILL)
         child.join()
+        left = {p.suffix for p in killed.iterdir()} - {".json", ".safetensors", ".part"}
+        assert not left, f"a kill left files that no later run would write over: {left}"
     assert hits >= 2, "the writing was over too soon to be killed: give it more documents"
     children.write(killed)
     assert names(killed) == names(tmp_path / "whole")

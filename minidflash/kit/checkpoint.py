@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minidflash.attention import LayerConfig
 from minidflash.cache import CachedQwen3
 from minidflash.drafter import DrafterConfig, DraftModel
-from minidflash.kit.store import write_atomically
+from minidflash.kit.store import save_file, write_atomically
 from minidflash.qwen3 import Qwen3, Qwen3Config, read_rope_theta, refuse_unsupported
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}

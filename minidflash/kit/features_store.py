@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from minidflash.kit.store import write_atomically
+from minidflash.kit.store import save_file, write_atomically
 
 PRECISIONS = {"bf16": torch.bfloat16, "f32": torch.float32}
 

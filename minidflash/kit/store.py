@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, distributed
 
 FREE = ("save_every", "log_every")  # settings that a run may change when it goes on
@@ -36,6 +36,16 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write safetensors into exactly this file.
+
+    The library's own `save_file` writes beside it first, under a name of chance, and moves. A kill
+    in between would leave that file behind for ever; ours is always called `.part`, and written
+    over by the next try.
+    """
+    path.write_bytes(save(tensors, metadata))
 
 
 def together() -> bool:
