@@ -14,7 +14,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help demo test spec lab notebooks notebooks-build docs bench lint gpu clean
+.PHONY: help demo test gate spec lab notebooks notebooks-build docs bench lint gpu clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -24,7 +24,10 @@ demo: $(VENV)/.ready-run  ## decode four unseen prompts with and without DFlash
 	$(PY) -m minidflash demo
 
 test: $(VENV)/.ready-test  ## the executable specification
-	$(PY) -m pytest -q -n 2 --dist loadgroup
+	$(PY) -m pytest -q -n 2 --dist loadgroup --ignore=tests/test_wrong_answers.py
+
+gate: $(VENV)/.ready-test  ## the specification of the specification: no wrong answer passes
+	$(PY) -m pytest -q tests/test_wrong_answers.py
 
 spec: $(VENV)/.ready-test  ## the specification as sentences, in chapter order
 	$(PY) -m minidflash.kit.spec
