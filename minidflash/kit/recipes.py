@@ -30,6 +30,7 @@ from minidflash.drafter import DrafterConfig, DraftModel
 from minidflash.features import tap_layers
 from minidflash.kit import checkpoint, models
 from minidflash.kit.answers import share_right, wild_cuts, world_prompts, write_answers
+from minidflash.kit.block_attention import block_attention
 from minidflash.kit.store import Store, write_atomically
 from minidflash.kit.tokenizer import END_ID, MASK_ID, load_tokenizer, save_tokenizer, texts
 from minidflash.kit.world import KINDS, Dice, document
@@ -235,7 +236,19 @@ def drafter_text(
         write_atomically(files[rank], lambda path: path.write_text(lines))
     if ranks > 1:
         torch.distributed.barrier()
+    return read_text(directory)
+
+
+def read_text(directory: Path) -> list[tuple[list[int], int]]:
+    """What `drafter_text` has written there, whatever the number of processes.
+
+    Raises:
+        ValueError: there is nothing.
+    """
+    files = sorted(directory.glob("text.*-of-*.jsonl"))
     written = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    if not written:
+        raise ValueError(f"{directory} holds no text.*-of-*.jsonl: no run has written text there")
     return [(line["ids"], line["prompt"]) for line in written]
 
 
@@ -304,25 +317,34 @@ def train_dflash(
     directory: Path, target: CachedQwen3, tokenizer: Any, *, steps: int, lr: float = 2.5e-3,
     layers: int = 5, taps: int = 5, block_size: int = 16, anchors: int = 16, batch: int = 16,
     world: int = 3000, wild: int = 1500, temperatures: Sequence[float] = (0.0, 0.8, 0.0, 0.5),
-    warm: bool = True, seed: int = 0, **settings: Any,
+    warm: bool = True, start: Path | None = None, text: Path | None = None, seed: int = 0,
+    **settings: Any,
 ) -> DraftModel:
-    """Text by the target, its features, then room 15's loop; acceptance measured on the way."""
+    """Text by the target, its features, then room 15's loop; acceptance measured on the way.
+
+    `start` is a drafter of the same shape whose weights are the beginning, instead of a warm or a
+    cold start. `text` is a directory where the text of an earlier run lies.
+    """
     ranks, rank = processes()
-    rows = drafter_text(target, tokenizer, world, wild, temperatures, seed, directory)
+    rows = read_text(text) if text is not None else drafter_text(
+        target, tokenizer, world, wild, temperatures, seed, directory)
     tapped = tap_layers(target.config.num_hidden_layers, taps)
     model = new_drafter(target, layers, block_size, tapped)
     torch.manual_seed(seed)
     for p in model.parameters():
         if p.ndim == 2:
             nn.init.normal_(p, std=p.shape[1] ** -0.5)
-    if warm:
+    if start is not None:
+        model.load_state_dict(checkpoint.load_drafter(start, "float32").state_dict())
+    elif warm:
         warm_start(model, target)
     data = TextWithFeatures(target, rows, model.config.target_layer_ids, batch, seed)
     unseen = [p for _, p in world_prompts(tokenizer, "held_out", 4, KINDS, seed)]
     s = TrainSettings(steps=steps, lr=lr, final_lr=0.02, seed=seed, bf16=True, **settings)
-    fit(model, block_loss(model, target, anchors, default_gamma(block_size)),
-        lambda i: data.batch_at(i * ranks + rank), s, Store(directory),
-        lambda: {"tau": decode_acceptance(target, model, unseen)} if rank == 0 else {}, 250)
+    with block_attention(model):
+        fit(model, block_loss(model, target, anchors, default_gamma(block_size)),
+            lambda i: data.batch_at(i * ranks + rank), s, Store(directory),
+            lambda: {"tau": decode_acceptance(target, model, unseen)} if rank == 0 else {}, 250)
     return model
 
 
@@ -362,10 +384,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     d.add_argument("--world", type=int, default=3000, help="documents per kind")
     d.add_argument("--wild", type=int, default=1500, help="pieces of the standard library")
     d.add_argument("--cold", action="store_true", help="random start instead of warm start")
+    d.add_argument("--start", type=Path, metavar="DIR", help="go on from this drafter's weights")
+    d.add_argument("--text", type=Path, metavar="DIR", help="where an earlier run's text lies")
     d.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args(argv))
     what, directory = args.pop("what"), args.pop("directory")
-    recipe = {"command": f"python -m minidflash train {what}", **args}
+    recipe = {"command": f"python -m minidflash train {what}"}
+    recipe |= {k: str(v) if isinstance(v, Path) else v for k, v in args.items()}
     ranks, rank = processes()
     torch.set_num_threads(1 if ranks > 1 else torch.get_num_threads())
     if what == "target":
