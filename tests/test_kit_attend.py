@@ -183,7 +183,7 @@ def test_triton_without_a_gpu(monkeypatch):
 
 @needs_triton
 def test_the_gradient_compiles(tmp_path):
-    """For sm_80 and sm_90 both gradient kernels compile, fit, and run on tensor cores."""
+    """For sm_80 and sm_90 both gradient kernels compile, fit, spill nothing, use tensor cores."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     program, house = Path(__file__).with_name("compile_kernel.py"), Path(__file__).parents[1]
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(house)}
@@ -195,6 +195,4 @@ def test_the_gradient_compiles(tmp_path):
     assert len(rows) == 8
     for row in rows:
         assert row["shared"] <= row["limit"] and row["tensor_cores"], row
-        # On sm_80 the kernel for q keeps more than its registers hold: right, but slower.
-        spills = row["arch"] == 80 and row["kernel"] == "backward_block"
-        assert spills or row["stack"] == 0, row
+        assert row["stack"] == 0, f"{row['stack']} bytes of registers went to memory: {row}"

@@ -174,34 +174,40 @@ def backward_block(Q, KC, VC, KB, VB, ANCHORS, GRAD, LSE, DELTA, DQ, DKB, DVB, k
                    scale, HEADS: constexpr, B: constexpr, D: constexpr, WINDOW: constexpr,
                    CAUSAL: constexpr, UPCAST: constexpr, M: constexpr, K: constexpr,
                    OWN: constexpr, E: constexpr):  # fmt: skip
-    """One block and one kv head: the gradient of its queries and of its own keys and values."""
+    """One block and one kv head: the gradient of its queries and of its own keys and values.
+
+    One query head after the other: all of them at once do not fit into an A100's registers. M is
+    unused here; a head's B slots fill OWN rows.
+    """
     block, g, G = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    row, slot, real = block_rows(block, g, G, N, HEADS, B, M)
-    q = load_rows(Q, row, D, real, D, E, UPCAST)
-    grad = load_rows(GRAD, row, D, real, D, E, UPCAST)
-    lse = tl.load(LSE + row, mask=real, other=0.0)
-    delta = tl.load(DELTA + row, mask=real, other=0.0)
-    dq, start = tl.zeros([M, E], tl.float32), (block // N).to(tl.int64) * kr + g * kg
+    start, e = (block // N).to(tl.int64) * kr + g * kg, tl.arange(0, E)
     anchor = tl.load(ANCHORS + block).to(tl.int32)
     high, low = tl.minimum(anchor, S), tl.maximum(anchor - WINDOW + 1, 0) if WINDOW else 0
-    for tile in range(low, high, K):
-        key = tile + tl.arange(0, K)
-        k = load_rows(KC + start, key, ks, key < high, D, E, UPCAST)
-        v = load_rows(VC + start, key, ks, key < high, D, E, UPCAST)
-        seen = tile_mask(anchor, slot, key, high, WINDOW, CAUSAL)
+    own, j, there = block_rows(block, g, G, N, 1, B, OWN)
+    dk, dv = tl.zeros([OWN, E], tl.float32), tl.zeros([OWN, E], tl.float32)
+    for head in range(g * HEADS, g * HEADS + HEADS):
+        row, slot, real = block_rows(block, head, G * HEADS, N, 1, B, OWN)
+        q = load_rows(Q, row, D, real, D, E, UPCAST)
+        grad = load_rows(GRAD, row, D, real, D, E, UPCAST)
+        lse = tl.load(LSE + row, mask=real, other=0.0)
+        delta = tl.load(DELTA + row, mask=real, other=0.0)
+        dq = tl.zeros([OWN, E], tl.float32)
+        for tile in range(low, high, K):
+            key = tile + tl.arange(0, K)
+            k = load_rows(KC + start, key, ks, key < high, D, E, UPCAST)
+            v = load_rows(VC + start, key, ks, key < high, D, E, UPCAST)
+            seen = tile_mask(anchor, slot, key, high, WINDOW, CAUSAL)
+            p, ds = weights_again(q, k, v, grad, lse, delta, seen, scale)
+            dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
+        k = load_rows(KB, own, D, there, D, E, UPCAST)
+        v = load_rows(VB, own, D, there, D, E, UPCAST)
+        seen = tile_mask(anchor, slot, anchor + tl.arange(0, OWN), anchor + B, WINDOW, CAUSAL)
         p, ds = weights_again(q, k, v, grad, lse, delta, seen, scale)
         dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
-    own, j, there = block_rows(block, g, G, N, 1, B, OWN)
-    k = load_rows(KB, own, D, there, D, E, UPCAST)
-    v = load_rows(VB, own, D, there, D, E, UPCAST)
-    seen = tile_mask(anchor, slot, anchor + tl.arange(0, OWN), anchor + B, WINDOW, CAUSAL)
-    p, ds = weights_again(q, k, v, grad, lse, delta, seen, scale)
-    dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
-    e = tl.arange(0, E)
-    tl.store(DQ + row[:, None] * D + e, dq, mask=real[:, None] & (e < D))
-    # All query heads of the group sit in the tile's rows, so one product sums over them.
-    dk = tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision="ieee")
-    dv = tl.dot(tl.trans(p.to(q.dtype)), grad, input_precision="ieee")
+        tl.store(DQ + row[:, None] * D + e, dq, mask=real[:, None] & (e < D))
+        # The heads of a group share the block's keys and values: their gradients add up.
+        dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision="ieee")
+        dv += tl.dot(tl.trans(p.to(q.dtype)), grad, input_precision="ieee")
     tl.store(DKB + own[:, None] * D + e, dk, mask=there[:, None] & (e < D))
     tl.store(DVB + own[:, None] * D + e, dv, mask=there[:, None] & (e < D))
 
