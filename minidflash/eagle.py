@@ -53,10 +53,11 @@ class EagleModel(DecoderLayer):
         self.self_attn = Attention(replace(config, hidden_size=2 * W))  # reads 2 W, writes W:
         self.self_attn.o_proj = nn.Linear(self.self_attn.o_proj.in_features, W, bias=False)
         self.lm_head = None if t2d is None else nn.Linear(W, int(t2d.sum()), bias=False)
-        self.register_buffer("t2d", torch.ones(config.vocab_size).bool() if t2d is None else t2d)
+        self.t2d = nn.Buffer(torch.ones(config.vocab_size).bool() if t2d is None else t2d)
 
     # exercise 9.4
-    def forward(self, g: Float[Tensor, "R N W"], e, positions: Int[Tensor, "N"], store, mask=None):
+    def forward(self, g: Float[Tensor, "R N W"], e: Float[Tensor, "R N W"],  # type: ignore
+                positions: Int[Tensor, "N"], store, mask=None) -> Float[Tensor, "R N W"]:
         """Features (fused, or own outputs) and embedded tokens to hidden rows; see room 02."""
         cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta, g.dtype)
         # x = [norm(g) ; norm(e)],   h = g + attention(x),   out = h + MLP(norm(h))   (eq. 09.4)
@@ -101,8 +102,8 @@ class EagleModel(DecoderLayer):
             # l = v SmoothL1(h, f) + p H(law, guess),   w = decay^k                   (eq. 09.6)
             near = nn.functional.smooth_l1_loss(h, f, reduction="none").mean(-1)
             loss = v * near + p * nn.functional.cross_entropy(guess, law, reduction="none")
-            right, seen = (known & (guess.argmax(-1) == best)).sum(), known.sum()
-            parts.append(torch.stack([decay**k * loss[known].sum(), decay**k * seen, right, seen]))
+            n, right = known.sum(), (known & (guess.argmax(-1) == best)).sum()
+            parts.append(torch.stack([decay**k * loss[known].sum(), decay**k * n, right, n]))
         total, weight, right, seen = torch.stack(parts, dim=1)
         return total.sum(), weight.sum().detach(), {"right": right.detach(), "seen": seen.detach()}
 
@@ -111,9 +112,8 @@ class EagleDraft(Drafter):
     """A chain of guesses, the argmax of each step: room 08's drafter, with a cache of its own."""
 
     def __init__(self, target, model: EagleModel, block_size: int = 8):
-        if model.config != target.config or block_size < 2:
-            raise ValueError(f"block_size={block_size} must be at least 2, and {target.config} "
-                             f"the target that the drafter was made for, {model.config}")
+        if block_size < 2 or target.config != model.config:
+            raise ValueError(f"{block_size=} must be above 1, and {target.config=} {model.config}")
         self.target, self.model, self.taps, self.block_size = target, model, model.taps, block_size
 
     def begin(self, capacity: int) -> None:
