@@ -67,12 +67,16 @@ EXTRAS_notebooks := [test,notebooks]
 EXTRAS_docs      := [docs]
 EXTRAS_dev       := [dev,test]
 
+# The official package asks for exact versions of what it would rather use; with ours it works as well.
+ALONE_test       := dflash
+
 .PRECIOUS: $(VENV)/.ready-%
 $(VENV)/.ready-%: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "minidflash needs Python 3.11, 3.12 or 3.13: make PYTHON=/path/to/python ..."; exit 1; }
 	@if test -e $(VENV)/.installing || ! $(PY) -c 'import pip' 2>/dev/null; then $(PYTHON) -m venv --clear $(VENV); fi
 	@touch $(VENV)/.installing
 	$(PY) -m pip install -q -c constraints.txt -e '.$(EXTRAS_$*)'
+	$(if $(ALONE_$*),$(PY) -m pip install -q -c constraints.txt --no-deps $(ALONE_$*))
 	@rm $(VENV)/.installing
 	@touch $@
 

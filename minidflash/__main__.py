@@ -126,7 +126,7 @@ def describe(name: str, folder: Any, recipe: dict[str, Any]) -> None:
 
 def parser() -> Parser:
     """Every command and option; train, start and grade have parsers of their own."""
-    from minidflash.kit import bench, demo
+    from minidflash.kit import bench, demo, speculators
 
     top = Parser(prog="python -m minidflash", description="DFlash, built up from what leads to it.")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -150,6 +150,8 @@ def parser() -> Parser:
     one.add_argument("--stats", action="store_true", help="figures, on standard error")
     command("info", "Versions, device, the shipped models and their scores.", info)
     bench.arguments(command("bench", "The same prompts through every decoder.", bench.main))
+    speculators.arguments(command("export", "A drafter's folder in another format, such as vLLM's.",
+                                  speculators.export))
     for name, help in (("train", "Train a shipped model again."),
                        ("start", "Write a room's exercises into work/."),
                        ("grade", "Mark the exercises in work/.")):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from minidflash.attention import LayerConfig
 from minidflash.cache import CachedQwen3
 from minidflash.drafter import DrafterConfig, DraftModel
+from minidflash.kit.published import SCALES, PublishedConfig, PublishedModel
 from minidflash.kit.store import save_file, write_atomically
 from minidflash.qwen3 import Qwen3, Qwen3Config, read_rope_theta, refuse_unsupported
 
@@ -37,17 +38,17 @@ NEUTRAL = frozenset(
     "_name_or_path architectures auto_map bos_token_id dtype eos_token_id initializer_range"
     " max_position_embeddings max_window_layers model_type pad_token_id sliding_window"
     " tie_word_embeddings torch_dtype transformers_version use_cache layer_types use_sliding_window"
-    " hidden_act rope_theta rope_scaling rope_parameters".split()
+    " hidden_act rope_theta rope_scaling rope_parameters is_causal".split()
 )
 # Keys that change something which is not computed here, unless they say this.
 ONLY: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0, None),
-    "is_causal": (False, None),
     "sample_from_anchor": (False, None),
-    "final_logit_softcapping": (None,),
     "logit_scale": (1, None),
     "embedding_scale": (1, None),
 }
+# DFlash 2 has further weights, and picks among candidates one by one.
+SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 def dtype_named(name: str | torch.dtype) -> torch.dtype:
@@ -171,10 +172,15 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _write_tensors(
+def write_tensors(
     model: nn.Module, folder: Path, dtype: torch.dtype, leave_out: Iterable[str] = (),
     shard_bytes: int | None = None,
 ) -> None:
+    """Write a module's tensors as safetensors, in shards if asked.
+
+    Raises:
+        ValueError: one is not finite in `dtype`.
+    """
     tensors = {k: v.detach().to("cpu", dtype).clone(memory_format=torch.contiguous_format)
                for k, v in model.state_dict().items() if k not in leave_out}
     if bad := [k for k, v in tensors.items() if not v.isfinite().all()]:
@@ -226,7 +232,7 @@ def save_target(
     stops = list(stop_ids)
     eos: Any = stops[0] if len(stops) == 1 else stops or None
     tied = ("lm_head.weight",) if c.tie_word_embeddings else ()
-    _write_tensors(target, folder, kept, tied, shard_bytes)
+    write_tensors(target, folder, kept, tied, shard_bytes)
     write_json(folder / "generation_config.json", {"eos_token_id": eos, "do_sample": False})
     write_json(folder / CONFIG, {
         "architectures": ["Qwen3ForCausalLM"],
@@ -335,28 +341,34 @@ def check_layer_types(raw: Mapping[str, Any]) -> None:
 
 
 def drafter_config(raw: Mapping[str, Any]) -> DrafterConfig:
-    """z-lab's config.json as the config of room 12.
+    """z-lab's config.json as the config of room 12, or of kit.published if it asks for more.
 
-    `block_size`, `mask_token_id` and `target_layer_ids` may stand in `dflash_config`, beside it, or
-    in both with one value.
+    `block_size`, `mask_token_id`, `target_layer_ids` and the scales may stand in `dflash_config`,
+    beside it, or in both with one value.
 
     Raises:
         ValueError: a key is missing, unknown, contradicting, or asks for what is not computed here.
     """
     own = raw.get("dflash_config") or {}
     needed = {*SIZES, "num_hidden_layers", "num_target_layers", "vocab_size"}
+    second = sorted(name for name in SECOND if name in own or name in raw)
+    if second or list(raw.get("architectures") or []) == ["DFlash2DraftModel"]:
+        what = ", ".join(second) or "architectures=['DFlash2DraftModel']"
+        raise ValueError(f"{what}: this is a DFlash 2 drafter, whose convolutions and candidate"
+                         " selector are not computed here; only DFlashDraftModel is supported")
     if list(raw.get("architectures") or []) != ["DFlashDraftModel"]:
         raise ValueError(f"architectures={raw.get('architectures')} is no DFlash drafter:"
                          " it must be ['DFlashDraftModel']")
-    refuse_unsupported(dict(raw), model_types=("qwen3",))
+    # Windows are read below; everything else is held against the rules of room 02.
+    refuse_unsupported({**raw, "layer_types": None, "use_sliding_window": False}, ("qwen3",))
     missing = sorted(needed - raw.keys())
     missing += [name for name in DRAFTER_OWN if name not in own and name not in raw]
     if missing:
         raise ValueError(f"{', '.join(missing)} is missing")
-    known = {*NEUTRAL, *ONLY, *needed, *DRAFTER_OWN, "dflash_config", "target_hidden_size",
-             "draft_vocab_size"}
+    known = {*NEUTRAL, *ONLY, *SCALES, *needed, *DRAFTER_OWN, "dflash_config",
+             "target_hidden_size", "draft_vocab_size"}
     unknown = sorted(raw.keys() - known)
-    unknown += [f"dflash_config.{k}" for k in sorted(own.keys() - {*DRAFTER_OWN, *ONLY})]
+    unknown += [f"dflash_config.{k}" for k in sorted(own.keys() - {*DRAFTER_OWN, *ONLY, *SCALES})]
     if unknown:
         raise ValueError(f"{', '.join(unknown)} is unknown: it may change the numbers")
     for place, prefix in ((raw, ""), (own, "dflash_config.")):
@@ -364,7 +376,7 @@ def drafter_config(raw: Mapping[str, Any]) -> DrafterConfig:
             if name in place and place[name] not in allowed:
                 raise ValueError(f"{prefix}{name}={place[name]!r} is not supported:"
                                  f" only {allowed[0]!r}")
-    for name in DRAFTER_OWN:
+    for name in (*DRAFTER_OWN, *SCALES):
         if name in own and name in raw and own[name] != raw[name]:
             raise ValueError(f"{name}={raw[name]} contradicts dflash_config.{name}={own[name]}")
     for name, twin in (("target_hidden_size", "hidden_size"), ("draft_vocab_size", "vocab_size")):
@@ -373,8 +385,13 @@ def drafter_config(raw: Mapping[str, Any]) -> DrafterConfig:
     check_rotary(raw)
     check_layer_types(raw)
     found: dict[str, Any] = {name: own.get(name, raw.get(name)) for name in DRAFTER_OWN}
-    return DrafterConfig(
+    scales = {name: own.get(name, raw.get(name)) for name in SCALES}
+    # A cap of 0 means none.
+    scales["final_logit_softcapping"] = scales["final_logit_softcapping"] or None
+    windows, causal = sight(raw)
+    config = PublishedConfig(
         **{name: raw[name] for name in SIZES},
+        **{name: float(value) for name, value in scales.items() if value is not None},
         rope_theta=read_rope_theta(dict(raw)),
         num_hidden_layers=raw["num_hidden_layers"],
         num_target_layers=raw["num_target_layers"],
@@ -383,21 +400,54 @@ def drafter_config(raw: Mapping[str, Any]) -> DrafterConfig:
         block_size=found["block_size"],
         mask_token_id=found["mask_token_id"],
         target_layer_ids=tuple(found["target_layer_ids"]),
+        windows=windows, causal=causal,
     )
+    return config.plain() or config
+
+
+def sight(raw: Mapping[str, Any]) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """For each layer of a drafter its window (None: none), and whether its slots are causal.
+
+    Raises:
+        ValueError: an unknown kind of layer, or one that slides without a usable window.
+    """
+    layers = raw["num_hidden_layers"]
+    kinds = raw.get("layer_types")
+    if kinds is None and raw.get("use_sliding_window"):
+        raise ValueError("use_sliding_window=True without layer_types does not say which layers")
+    kinds = kinds or ["full_attention"] * layers
+    if odd := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
+        raise ValueError(f"layer_types has {odd[0]!r}: only 'full_attention' and"
+                         " 'sliding_attention' are supported")
+    slides, width = [kind == "sliding_attention" for kind in kinds], raw.get("sliding_window")
+    if any(slides) and not (raw.get("use_sliding_window") and isinstance(width, int)):
+        raise ValueError(f"layer_types has 'sliding_attention', but use_sliding_window="
+                         f"{raw.get('use_sliding_window')} and sliding_window={width}")
+    said = raw.get("is_causal")
+    causal = tuple(slide if said is None else bool(said) for slide in slides)
+    return tuple(width if slide else None for slide in slides), causal
 
 
 def load_drafter(
-    folder: Path | str, dtype: torch.dtype | str = "float32", device: str = "cpu"
+    folder: Path | str, dtype: torch.dtype | str = "float32", device: str = "cpu",
+    num_target_layers: int | None = None,
 ) -> DraftModel:
-    """Read a DFlash drafter in z-lab's format, frozen.
+    """Read a DFlash drafter in z-lab's format or in that of speculators, frozen.
+
+    `num_target_layers` is needed only where a speculators file does not say it.
 
     Raises:
         ValueError: see `drafter_config`; or tensors are missing, unknown, misshapen or not finite.
     """
+    from minidflash.kit import speculators
+
     folder, raw = Path(folder), read_json(Path(folder) / CONFIG)
     with _blame(folder):
+        if speculators.is_speculators(raw):
+            raw = speculators.zlab_from(raw, num_target_layers)
         config = drafter_config(raw)
-    return fill(lambda: DraftModel(config), folder, dtype_named(dtype), device)
+    kind = PublishedModel if isinstance(config, PublishedConfig) else DraftModel
+    return fill(lambda: kind(config), folder, dtype_named(dtype), device)
 
 
 def save_drafter(
@@ -420,11 +470,22 @@ def save_drafter(
     if c.target_hidden_size != c.hidden_size:
         raise ValueError(f"hidden_size={c.hidden_size} must equal target_hidden_size="
                          f"{c.target_hidden_size}: z-lab's format has no place for another")
-    _write_tensors(model, folder, kept)
-    write_json(folder / CONFIG, {
+    write_tensors(model, folder, kept)
+    write_json(folder / CONFIG, zlab_config(c, kept, max_position_embeddings))
+
+
+def zlab_config(
+    c: DrafterConfig, dtype: torch.dtype, max_position_embeddings: int
+) -> dict[str, Any]:
+    """The config.json of z-lab's format for this drafter.
+
+    Raises:
+        ValueError: its layers' windows or causal flags are of a kind that the format cannot say.
+    """
+    raw: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
-        **_layer_keys(c, kept),
+        **_layer_keys(c, dtype),
         "num_hidden_layers": c.num_hidden_layers,
         "num_target_layers": c.num_target_layers,
         "vocab_size": c.vocab_size,
@@ -434,4 +495,19 @@ def save_drafter(
         "dflash_config": {
             "mask_token_id": c.mask_token_id, "target_layer_ids": list(c.target_layer_ids),
         },
-    })
+    }
+    if isinstance(c, PublishedConfig):
+        widths = sorted({w for w in c.windows if w is not None})
+        if len(widths) > 1:
+            raise ValueError(f"windows={c.windows}: z-lab's format has one sliding_window")
+        if widths:
+            raw |= {"sliding_window": widths[0], "use_sliding_window": True, "layer_types": [
+                "full_attention" if w is None else "sliding_attention" for w in c.windows]}
+        if c.causal != tuple(w is not None for w in c.windows):
+            if len(set(c.causal)) > 1:
+                raise ValueError(f"causal={c.causal}: z-lab's format has one is_causal")
+            raw["is_causal"] = c.causal[0]
+        for name in SCALES:
+            if getattr(c, name) not in (1.0, None):
+                raw["dflash_config"][name] = getattr(c, name)
+    return raw

@@ -16,6 +16,7 @@ import torch
 from minidflash.dflash import DFlashDrafter
 from minidflash.drafter import DraftModel
 from minidflash.kit import checkpoint
+from minidflash.kit.published import drafter_for
 
 SHIPPED = Path(__file__).parent / "weights"
 WANTED = ("*.json", "*.safetensors", "*.txt", "*.jinja")  # never pickles, never code
@@ -44,7 +45,7 @@ class Pair(NamedTuple):
         """
         if self.model is None:
             raise ValueError("this target was loaded without a drafter: name one with draft=...")
-        return DFlashDrafter(self.target, self.model, block_size)
+        return drafter_for(self.target, self.model, block_size)
 
     def encode(self, text: str) -> list[int]:
         """Text to ids, without special tokens."""
@@ -83,7 +84,8 @@ def load(
     folder = _target_folder(name)
     drafts = find(draft) if draft is not None else shipped("dflash") if tiny else None
     target = read_target(folder, dtype, device)
-    model = None if drafts is None else checkpoint.load_drafter(drafts, dtype, device)
+    model = None if drafts is None else checkpoint.load_drafter(
+        drafts, dtype, device, target.config.num_hidden_layers)
     pair = Pair(target, model, load_tokenizer(folder), checkpoint.read_stop_ids(folder))
     if model is not None:
         pair.drafter()  # refuses a drafter made for another target, now rather than later
