@@ -21,7 +21,7 @@ DONE = (
 
 EXERCISE = re.compile(r"\b[Ee]xercise (\d+\.\d+)")
 EQUATION = re.compile(r"\(eq\. (\d\d\.\d+)\)")
-LINES = {"kernel": 200}  # every other room: 150
+LINES = {"kernel": 200, "tree": 200}  # every other room: 150
 
 
 def room_text(name: str) -> str:
