@@ -338,12 +338,13 @@ def train_dflash(
         model.load_state_dict(checkpoint.load_drafter(start, "float32").state_dict())
     elif warm:
         warm_start(model, target)
-    data = TextWithFeatures(target, rows, model.config.target_layer_ids, batch, seed)
+    # Each process has rows of its own, so that no features are computed twice.
+    data = TextWithFeatures(target, rows[rank::ranks], model.config.target_layer_ids, batch, seed)
     unseen = [p for _, p in world_prompts(tokenizer, "held_out", 4, KINDS, seed)]
     s = TrainSettings(steps=steps, lr=lr, final_lr=0.02, seed=seed, bf16=True, **settings)
     with block_attention(model):
         fit(model, block_loss(model, target, anchors, default_gamma(block_size)),
-            lambda i: data.batch_at(i * ranks + rank), s, Store(directory),
+            data.batch_at, s, Store(directory),
             lambda: {"tau": decode_acceptance(target, model, unseen)} if rank == 0 else {}, 250)
     return model
 
@@ -384,7 +385,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     d.add_argument("--world", type=int, default=3000, help="documents per kind")
     d.add_argument("--wild", type=int, default=1500, help="pieces of the standard library")
     d.add_argument("--cold", action="store_true", help="random start instead of warm start")
-    d.add_argument("--start", type=Path, metavar="DIR", help="go on from this drafter's weights")
+    d.add_argument("--from-weights", type=Path, dest="start", metavar="DIR",
+                   help="go on from this drafter")
     d.add_argument("--text", type=Path, metavar="DIR", help="where an earlier run's text lies")
     d.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args(argv))
