@@ -236,16 +236,16 @@ def drafter_text(
         write_atomically(files[rank], lambda path: path.write_text(lines))
     if ranks > 1:
         torch.distributed.barrier()
-    return read_text(directory)
+    return read_text(directory, ranks)
 
 
-def read_text(directory: Path) -> list[tuple[list[int], int]]:
-    """What `drafter_text` has written there, whatever the number of processes.
+def read_text(directory: Path, ranks: int | str = "*") -> list[tuple[list[int], int]]:
+    """What `drafter_text` has written there, in so many processes, or in any number of them.
 
     Raises:
         ValueError: there is nothing.
     """
-    files = sorted(directory.glob("text.*-of-*.jsonl"))
+    files = sorted(directory.glob(f"text.*-of-{ranks}.jsonl"))
     written = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     if not written:
         raise ValueError(f"{directory} holds no text.*-of-*.jsonl: no run has written text there")
