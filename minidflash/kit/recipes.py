@@ -2,6 +2,7 @@
 
     python -m minidflash train target  DIR      the Qwen3-shaped target, on world and wild text
     python -m minidflash train dflash  DIR      a DFlash drafter, on text that the target writes
+    python -m minidflash train masked|block|eagle  DIR      the models of chapters 05, 06 and 09
 
 A run that is stopped goes on when the same command is given again. Several processes share the
 work under `torchrun --nproc-per-node N -m minidflash train ...`; each gradient is then the sum.
@@ -389,7 +390,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                    help="go on from this drafter")
     d.add_argument("--text", type=Path, metavar="DIR", help="where an earlier run's text lies")
     d.add_argument("--seed", type=int, default=0)
-    args = vars(parser.parse_args(argv))
+    # The recipes of the other chapters' models lie in files of their own, and use this one.
+    from minidflash.kit import recipes_block, recipes_eagle, recipes_masked
+
+    others = {"masked": (recipes_masked, "chapter 05's masked-diffusion model"),
+              "block": (recipes_block, "chapter 06's block-diffusion model"),
+              "eagle": (recipes_eagle, "chapter 09's EAGLE draft layer")}
+    for name, (module, help) in others.items():
+        module.arguments(kinds.add_parser(name, help=help))
+    parsed = parser.parse_args(argv)
+    if parsed.what in others:
+        return others[parsed.what][0].run(parsed)
+    args = vars(parsed)
     what, directory = args.pop("what"), args.pop("directory")
     recipe = {"command": f"python -m minidflash train {what}"}
     recipe |= {k: str(v) if isinstance(v, Path) else v for k, v in args.items()}
