@@ -1,7 +1,6 @@
 """How the shipped masked diffusion model was made: chapter 05's MaskPredictor, from a seed.
 
-    python -m minidflash.kit.recipes_masked DIR --steps 2000
-    torchrun --nproc-per-node 2 -m minidflash.kit.recipes_masked DIR --steps 2000
+    python -m minidflash train masked  DIR
 
 World documents are learnt in the form of supervised fine-tuning: the prompt is never hidden, and
 `<|endoftext|>` fills what is left of the canvas, as in LLaDA. Wild text is hidden anywhere. A run
@@ -25,9 +24,10 @@ from minidflash.kit.store import Store
 from minidflash.kit.tokenizer import END_ID, MASK_ID
 from minidflash.kit.world import Dice, document, is_right
 from minidflash.masked_diffusion import MaskPredictor, bound, denoise, mask_exactly, without_mask
-from minidflash.qwen3 import Qwen3
+from minidflash.qwen3 import Qwen3, Qwen3Config
 from minidflash.train import TrainSettings, fit
 
+MODEL_TYPE = "minidflash_masked_diffusion"
 CANVAS = 112  # masks behind a prompt: room for every answer of the little world
 SHARES = {"maths": 0.40, "code": 0.36, "chat": 0.08, "wild": 0.16}
 Row = tuple[list[int], int]  # ids, and how many of them are the prompt
@@ -266,6 +266,17 @@ def scores_of(model: MaskPredictor, target: Qwen3, tokenizer: Any, count: int) -
     return found
 
 
+def save_masked(model: MaskPredictor, folder: Path | str) -> None:
+    """Write a folder that `load_masked` reads.
+
+    Its `model_type` is ours, so that nobody takes it for a decoder that looks back only.
+    """
+    checkpoint.save_target(model, folder)
+    path = Path(folder) / checkpoint.CONFIG
+    own = {"architectures": ["MaskPredictor"], "model_type": MODEL_TYPE, "mask_token_id": MASK_ID}
+    checkpoint.write_json(path, checkpoint.read_json(path) | own)
+
+
 def load_masked(folder: Path | str | None = None) -> MaskPredictor:
     """The shipped masked diffusion model, or one in a folder; frozen, float32.
 
@@ -273,10 +284,11 @@ def load_masked(folder: Path | str | None = None) -> MaskPredictor:
         ValueError: it is not there, or is no complete model of this kind.
     """
     folder = models.shipped("masked") if folder is None else Path(folder)
-    target = checkpoint.load_target(folder)
-    model = MaskPredictor(target.config)
-    model.load_state_dict(target.state_dict())
-    return model.eval().requires_grad_(False)
+    raw = checkpoint.read_json(folder / checkpoint.CONFIG)
+    if raw.get("model_type") != MODEL_TYPE:
+        raise ValueError(f"{folder} holds model_type={raw.get('model_type')!r}, not {MODEL_TYPE!r}")
+    config = Qwen3Config.from_hf(raw | {"model_type": "qwen3"})
+    return checkpoint.fill(lambda: MaskPredictor(config), folder, torch.float32, "cpu")
 
 
 # ----------------------------------------------------------------------------------- the command
@@ -305,7 +317,7 @@ def run(args: argparse.Namespace) -> int:
     model = train_masked(args.directory, target, tokenizer, **options)
     if rank:
         return 0
-    checkpoint.save_target(model, args.directory)
+    save_masked(model, args.directory)
     recipe = {"command": "python -m minidflash train masked", "processes": ranks, **options}
     write_scores(args.directory, recipe, {})
     if args.scored:
