@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minidflash.block_diffusion import block_bound, draw_times
+from minidflash.block_diffusion import block_bound, noisy_logits, spread_times
 from minidflash.kit import checkpoint, models
 from minidflash.kit.recipes import SHARES, processes, weighted_rows, write_scores
 from minidflash.kit.store import Store, save_file, write_atomically
 from minidflash.kit.tokenizer import MASK_ID
 from minidflash.kit.world import KINDS
-from minidflash.masked_diffusion import MaskPredictor
+from minidflash.masked_diffusion import MaskPredictor, without_mask
 from minidflash.qwen3 import Qwen3, Qwen3Config
 from minidflash.train import TrainSettings, fit
 
@@ -108,6 +108,14 @@ def load_block(
 # ----------------------------------------------------------------------------------- the training
 
 
+def bound_of(
+    model: MaskPredictor, ids: Tensor, hidden: Tensor, t: Tensor, size: int
+) -> Tensor:
+    """Chapter 06's bound [R n] of rows in which some tokens are hidden, at the levels t [R K]."""
+    logits = noisy_logits(model, ids.masked_fill(hidden, MASK_ID), ids, size)
+    return block_bound(without_mask(logits.float(), MASK_ID), ids, hidden, t, size)
+
+
 def block_loss(
     model: MaskPredictor, clips: dict[int, tuple[float, float]], ranks: int = 1, rank: int = 0
 ) -> Callable:
@@ -122,10 +130,12 @@ def block_loss(
         ids, weight = rows[:, 0], rows[:, 1] / 255
         mine, (batch, n) = slice(rank * len(ids), (rank + 1) * len(ids)), ids.shape
         size = sizes[int(torch.randint(len(sizes), (), generator=generator))]
-        t = draw_times(ranks * batch, math.ceil(n / size), *clips[size], generator)[mine]
-        chance = torch.rand(ranks * batch, n, generator=generator)[mine]
-        masked = chance < t.repeat_interleave(size, 1)[:, :n]
-        return (block_bound(model, ids, masked, t, size, MASK_ID) * weight).sum(), weight.sum(), {}
+        u = 1 - torch.rand(ranks * batch, math.ceil(n / size), generator=generator)
+        t = spread_times(u, *clips[size], generator)[mine]
+        coins = torch.rand(ranks * batch, n, generator=generator)[mine]
+        hidden = coins < t.repeat_interleave(size, 1)[:, :n]
+        shares = bound_of(model, ids, hidden, t, size)
+        return (shares * weight).sum(), weight.sum(), {}
 
     return loss_of
 
@@ -147,8 +157,8 @@ def exact_count_bound(model: MaskPredictor, ids: Tensor, size: int) -> Tensor:
     for p in range(size):
         count = (p + torch.arange(blocks)) % size + 1
         lots = torch.rand(rows, blocks, size, generator=generator).argsort(-1).argsort(-1)
-        masked = (lots < count[:, None]).flatten(1)
-        total += block_bound(model, ids, masked, (count / size).expand(rows, -1), size, MASK_ID)
+        hidden = (lots < count[:, None]).flatten(1)
+        total += bound_of(model, ids, hidden, (count / size).expand(rows, -1), size)
     return total / size
 
 
