@@ -70,7 +70,7 @@ class EagleModel(DecoderLayer):
         """By the target's head, or by an own, smaller one: then what t2d lacks is hopeless."""
         scores = (self.lm_head or head)(self.norm(hidden))
         wide = scores.new_full((*hidden.shape[:-1], len(self.t2d)), torch.finfo(scores.dtype).min)
-        return wide.masked_scatter(self.t2d, scores)
+        return wide.masked_scatter(self.t2d, scores) if self.lm_head else scores
 
     # exercise 9.5
     def unroll(self, embed, ids: Int[Tensor, "R S"], features, steps: int, first: int = 0):

@@ -8,7 +8,6 @@ when the same command is given again; several processes share it under torchrun.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +21,13 @@ from minidflash.eagle import EagleDraft, EagleModel, eagle_taps
 from minidflash.kit import models
 from minidflash.kit.answers import world_prompts
 from minidflash.kit.eagle import save_eagle
-from minidflash.kit.recipes import TextWithFeatures, drafter_text, processes, write_scores
+from minidflash.kit.recipes import (
+    TextWithFeatures,
+    drafter_text,
+    processes,
+    read_text,
+    write_scores,
+)
 from minidflash.kit.store import Store
 from minidflash.kit.tokenizer import END_ID
 from minidflash.kit.world import KINDS
@@ -74,31 +79,6 @@ def new_eagle(
     return model
 
 
-def read_text(directory: Path) -> list[tuple[list[int], int]]:
-    """All `text.*.jsonl` of a directory: [(prompt and answer, length of the prompt)].
-
-    Raises:
-        ValueError: there is none.
-    """
-    files = sorted(directory.glob("text.*.jsonl"))
-    if not files:
-        raise ValueError(f"{directory} holds no text.*.jsonl")
-    lines = (json.loads(line) for file in files for line in file.read_text().splitlines())
-    return [(line["ids"], line["prompt"]) for line in lines]
-
-
-class ThriftyTarget:
-    """The target for TextWithFeatures: features in bfloat16 arithmetic, as they are kept."""
-
-    def __init__(self, target: Any):
-        self.target = target
-
-    def forward(self, ids: Tensor, cache: Any, taps: tuple[int, ...]) -> Any:
-        """The target's own forward under autocast."""
-        with torch.autocast(ids.device.type, torch.bfloat16):
-            return self.target.forward(ids, cache, taps)
-
-
 def chain_loss(model: EagleModel, target: Any, steps: int, **weights: float) -> Callable:
     """Room 09's loss on rows whose features end with the target's final hidden state."""
     W = target.config.hidden_size
@@ -128,8 +108,8 @@ def train_eagle(
     directory: Path, target: CachedQwen3, tokenizer: Any, *, steps: int, lr: float = 2.5e-3,
     batch: int = 16, taps: Sequence[int] | None = None, unrolled: int = 7, warm: int | None = 21,
     block_size: int = 8, text: Path | None = None, world: int = 3000, wild: int = 1500,
-    temperatures: Sequence[float] = (0.0, 0.8, 0.0, 0.5), seed: int = 0, measure_every: int = 100,
-    **settings: Any,
+    temperatures: Sequence[float] = (0.0, 0.8, 0.0, 0.5), seed: int = 0, bf16: bool = False,
+    measure_every: int = 100, **settings: Any,
 ) -> EagleModel:
     """Text by the target, its features, room 09's loss in room 15's loop; tau on the way.
 
@@ -150,6 +130,7 @@ def train_eagle(
         wild: see text.
         temperatures: see text.
         seed: of everything.
+        bf16: autocast; on the CPU of the shipped run, AMX and all, a step took longer with it.
         measure_every: steps between measurements.
         settings: further ones of TrainSettings.
     """
@@ -158,18 +139,18 @@ def train_eagle(
         target, tokenizer, world, wild, temperatures, seed, directory)
     model = new_eagle(target, taps, warm, seed)
     read = (*model.taps, target.config.num_hidden_layers - 1)  # the last is what the head reads
-    thrifty: Any = ThriftyTarget(target)
-    data = TextWithFeatures(thrifty, rows, read, batch, seed)
+    # Each process has rows of its own, so that no features are computed twice.
+    data = TextWithFeatures(target, rows[rank::ranks], read, batch, seed)
     unseen = [p for _, p in world_prompts(tokenizer, "held_out", 4, KINDS, seed)]
-    s = TrainSettings(steps=steps, lr=lr, final_lr=0.02, seed=seed, bf16=True, **settings)
+    s = TrainSettings(steps=steps, lr=lr, final_lr=0.02, seed=seed, bf16=bf16, **settings)
 
     def measure() -> dict[str, float]:
         if rank:
             return {}
         return {"tau": acceptance(target, EagleDraft(target, model, block_size), unseen)}
 
-    fit(model, chain_loss(model, target, unrolled), lambda i: data.batch_at(i * ranks + rank), s,
-        Store(directory), measure, measure_every)
+    fit(model, chain_loss(model, target, unrolled), data.batch_at, s, Store(directory), measure,
+        measure_every)
     return model
 
 
@@ -189,6 +170,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, default=3000, help="without --text: per kind")
     parser.add_argument("--wild", type=int, default=1500, help="without --text: pieces")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bf16", action="store_true", help="autocast: measure it, then decide")
     parser.add_argument("--measure-every", type=int, default=100, help="steps between taus")
 
 
