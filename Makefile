@@ -56,6 +56,7 @@ gpu: $(VENV)/.ready-test  ## the kernel on a CUDA machine: right, then how fast
 	@$(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: no CUDA device here; make test runs the same specs in the Triton interpreter")'
 	TRITON_INTERPRET=0 $(PY) -m pytest -q tests/gpu/kernel_on_gpu.py
 	$(PY) -m minidflash.kit.bench_kernel
+	$(PY) -m minidflash latency --random-weights Qwen3-4B --device cuda --json docs/results
 
 clean:           ## remove what make made (not work/)
 	rm -rf $(VENV) build docs/_generated docs/_static/mathjax .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

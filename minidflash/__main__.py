@@ -126,7 +126,7 @@ def describe(name: str, folder: Any, recipe: dict[str, Any]) -> None:
 
 def parser() -> Parser:
     """Every command and option; train, start and grade have parsers of their own."""
-    from minidflash.kit import bench, demo, speculators
+    from minidflash.kit import bench, demo, latency, speculators
 
     top = Parser(prog="python -m minidflash", description="DFlash, built up from what leads to it.")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -150,6 +150,7 @@ def parser() -> Parser:
     one.add_argument("--stats", action="store_true", help="figures, on standard error")
     command("info", "Versions, device, the shipped models and their scores.", info)
     bench.arguments(command("bench", "The same prompts through every decoder.", bench.main))
+    latency.arguments(command("latency", "Time a pair's forwards by its shape.", latency.main))
     speculators.arguments(command("export", "A drafter's folder in another format, such as vLLM's.",
                                   speculators.export))
     for name, help in (("train", "Train a shipped model again."),
@@ -169,6 +170,10 @@ def dispatch(argv: list[str]) -> int:
         from minidflash.kit import grade
 
         return grade.main(argv[1:])
+    if argv[:2] == ["train", "dflash"] and any(a.split("=")[0] == "--data" for a in argv):
+        from minidflash.kit import conversations
+
+        return conversations.main(argv[2:])
     if argv[:1] == ["train"]:
         from minidflash.kit import recipes
 
