@@ -62,7 +62,7 @@ class Checked(MaskPredictor):
     size = 0  # of the blocks; 0: repeat nothing
 
     def begin(self, size: int) -> "Checked":
-        self.size, self.fed, self.seen = size, [], []
+        self.size, self.fed, self.seen, self.cached = size, [], [], []
         return self
 
     def forward(self, ids, positions=None, mask=None, cache=None):
@@ -70,6 +70,7 @@ class Checked(MaskPredictor):
         past = cache.length if cache is not None else 0
         out = super().forward(ids, positions, mask, cache)
         if self.size and cache is not None:
+            self.cached.append(self.seen[:past])
             self.seen = self.seen[:past] + ids[0].tolist()
             whole = torch.tensor([self.seen])
             full = super().forward(whole, mask=block_causal(len(self.seen), self.size))
@@ -532,6 +533,8 @@ def test_a_cached_pass_equals_a_full_one(room, model, prompt, size, budget, step
     out = room.block_sample(model, prompt, budget, size, MASK, steps, generator=generator(seed))
     assert len(out) == budget, f"asked for {budget} tokens, got {len(out)}"
     assert all(0 <= x < MASK for x in out), f"{out}: {MASK} is the mask, and no answer"
+    for held in model.cached:
+        assert held == [*prompt, *out][: len(held)], f"the cache held {held}: is there noise in it?"
 
 
 @pytest.mark.exercise("6.7")

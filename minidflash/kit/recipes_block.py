@@ -13,7 +13,6 @@ work under `torchrun --nproc-per-node N -m minidflash train block ...`.
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,11 @@ from torch import Tensor
 from minidflash.block_diffusion import block_bound, noisy_logits, spread_times
 from minidflash.kit import checkpoint, models
 from minidflash.kit.recipes import SHARES, processes, weighted_rows, write_scores
-from minidflash.kit.store import Store, save_file, write_atomically
+from minidflash.kit.recipes_masked import every_third_layer
+from minidflash.kit.store import Store
 from minidflash.kit.tokenizer import MASK_ID
 from minidflash.kit.world import KINDS
-from minidflash.masked_diffusion import MaskPredictor, without_mask
+from minidflash.masked_diffusion import MaskPredictor, mask_exactly, without_mask
 from minidflash.qwen3 import Qwen3, Qwen3Config
 from minidflash.train import TrainSettings, fit
 
@@ -42,75 +42,39 @@ CLIPS = {1: (1.0, 1.0), 4: (0.45, 0.95), 8: (0.4, 0.9), 16: (0.3, 0.8)}
 # ------------------------------------------------------------------------------------- the model
 
 
-def from_target(target: Qwen3, layers: int) -> MaskPredictor:
-    """Every (L / layers)-th layer of a target, with its embedding, its last norm and its head.
-
-    In the shipped target these are the layers that carry the function: the others were grown in
-    later and add little (`recipes.grow`).
-
-    Raises:
-        ValueError: `layers` does not divide the target's depth.
-    """
-    deep = target.config.num_hidden_layers
-    if layers < 1 or deep % layers:
-        raise ValueError(f"layers={layers} must divide the target's {deep} layers")
-    model = MaskPredictor(replace(target.config, num_hidden_layers=layers))
-    model.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
-    model.model.norm.load_state_dict(target.model.norm.state_dict())
-    model.lm_head.load_state_dict(target.lm_head.state_dict())
-    borrowed = target.model.layers[:: deep // layers]
-    for mine, theirs in zip(model.model.layers, borrowed, strict=True):
-        mine.load_state_dict(theirs.state_dict())
-    return model.requires_grad_(True)
-
-
-def save_block(model: MaskPredictor, folder: Path | str, sizes: Sequence[int]) -> None:
-    """Write weights in bfloat16, then config.json, which names the mask and the block lengths.
+def save_block(
+    model: MaskPredictor, folder: Path | str, sizes: Sequence[int] = tuple(CLIPS)
+) -> None:
+    """Write a folder that `load_block` reads. Its `model_type` is ours: it is no causal decoder.
 
     Raises:
         ValueError: a weight is not finite.
     """
-    folder = Path(folder)
-    tensors = {k: v.detach().to("cpu", torch.bfloat16).contiguous()
-               for k, v in model.state_dict().items()}
-    if bad := [k for k, v in tensors.items() if not v.isfinite().all()]:
-        raise ValueError(f"{bad[0]} is not finite: nothing was written")
-    # Tensors first: a folder without config.json is not a model yet.
-    (folder / checkpoint.CONFIG).unlink(missing_ok=True)
-    write_atomically(folder / checkpoint.WEIGHTS,
-                     partial(save_file, tensors, metadata={"format": "pt"}))
-    checkpoint.write_json(folder / checkpoint.CONFIG, {
-        "model_type": MODEL_TYPE, **asdict(model.config), "mask_token_id": MASK_ID,
-        "block_sizes": list(sizes), "dtype": "bfloat16"})
+    checkpoint.save_target(model, folder)
+    path = Path(folder) / checkpoint.CONFIG
+    own = {"architectures": ["MaskPredictor"], "model_type": MODEL_TYPE, "mask_token_id": MASK_ID,
+           "block_sizes": list(sizes)}
+    checkpoint.write_json(path, checkpoint.read_json(path) | own)
 
 
-def load_block(
-    folder: Path | str | None = None, dtype: torch.dtype | str = "float32", device: str = "cpu"
-) -> MaskPredictor:
-    """The shipped block-diffusion model, or one in a folder that `save_block` wrote; frozen.
+def load_block(folder: Path | str | None = None) -> MaskPredictor:
+    """The shipped block-diffusion model, or one that `save_block` wrote; frozen, float32.
 
     Raises:
-        ValueError: it is not there, is another kind of model, or its tensors do not fit.
+        ValueError: it is not there, or is no complete model of this kind.
     """
     folder = models.shipped("block") if folder is None else Path(folder)
     raw = checkpoint.read_json(folder / checkpoint.CONFIG)
-    own = {"model_type", "mask_token_id", "block_sizes", "dtype"}
-    names = {f.name for f in fields(Qwen3Config)}
     if raw.get("model_type") != MODEL_TYPE:
         raise ValueError(f"{folder} holds model_type={raw.get('model_type')!r}, not {MODEL_TYPE!r}")
-    if odd := sorted(raw.keys() ^ (own | names)):
-        raise ValueError(f"{folder / checkpoint.CONFIG}: {odd[0]} is missing or unknown")
-    config = Qwen3Config(**{name: raw[name] for name in names})
-    return checkpoint.fill(lambda: MaskPredictor(config), folder, checkpoint.dtype_named(dtype),
-                           device, config.tie_word_embeddings)
+    config = Qwen3Config.from_hf(raw | {"model_type": "qwen3"})
+    return checkpoint.fill(lambda: MaskPredictor(config), folder, torch.float32, "cpu")
 
 
 # ----------------------------------------------------------------------------------- the training
 
 
-def bound_of(
-    model: MaskPredictor, ids: Tensor, hidden: Tensor, t: Tensor, size: int
-) -> Tensor:
+def bound_of(model: MaskPredictor, ids: Tensor, hidden: Tensor, t: Tensor, size: int) -> Tensor:
     """Chapter 06's bound [R n] of rows in which some tokens are hidden, at the levels t [R K]."""
     logits = noisy_logits(model, ids.masked_fill(hidden, MASK_ID), ids, size)
     return block_bound(without_mask(logits.float(), MASK_ID), ids, hidden, t, size)
@@ -149,16 +113,17 @@ def exact_count_bound(model: MaskPredictor, ids: Tensor, size: int) -> Tensor:
     (p + b) mod L + 1, so that in L passes every block meets every count once; which slots are
     masked is chance, from a fixed seed.
     """
-    rows, n = ids.shape
-    blocks, generator = math.ceil(n / size), torch.Generator().manual_seed(0)
+    (rows, n), generator = ids.shape, torch.Generator().manual_seed(0)
     if n % size:
         raise ValueError(f"rows of {n} tokens cannot be cut into blocks of {size}")
-    total = torch.zeros(rows, n)
+    blocks, total = n // size, torch.zeros(rows, n)
     for p in range(size):
-        count = (p + torch.arange(blocks)) % size + 1
-        lots = torch.rand(rows, blocks, size, generator=generator).argsort(-1).argsort(-1)
-        hidden = (lots < count[:, None]).flatten(1)
-        total += bound_of(model, ids, hidden, (count / size).expand(rows, -1), size)
+        count = ((p + torch.arange(blocks)) % size + 1).repeat(rows)
+        # To chapter 05 every block is a row of its own.
+        one = ids.reshape(-1, size)
+        _, hidden = mask_exactly(one, count, MASK_ID, torch.ones_like(one).bool(), generator)
+        t = (count / size).view(rows, blocks)
+        total += bound_of(model, ids, hidden.view(rows, n), t, size)
     return total / size
 
 
@@ -197,7 +162,7 @@ def train_block(
     clips, (ranks, rank) = CLIPS if clips is None else clips, processes()
     if batch % ranks:
         raise ValueError(f"batch={batch} must be a multiple of the {ranks} processes")
-    model, share = from_target(target, layers), batch // ranks
+    model, share = every_third_layer(target, layers).requires_grad_(True), batch // ranks
     rows = weighted_rows(tokenizer, "train", seed + 20, steps * batch, 256, SHARES)
 
     def batch_at(i: int) -> Tensor:
@@ -249,8 +214,7 @@ def run(args: argparse.Namespace) -> int:
     target, tokenizer = models.load_target(args.target)
     model = train_block(args.directory, target, tokenizer, **chosen)
     if rank == 0:
-        model.eval().requires_grad_(False)
-        save_block(model, args.directory, tuple(CLIPS))
+        save_block(model.eval().requires_grad_(False), args.directory)
         write_scores(args.directory, recipe, scores(model, target, tokenizer, tuple(CLIPS)))
     return 0
 
