@@ -43,6 +43,7 @@ def without_mask(logits: Float[Tensor, "*rows V"], mask_id: int) -> Float[Tensor
     return logits.index_fill(-1, torch.tensor([mask_id], device=logits.device), -torch.inf)
 
 
+# exercise 5.1
 def mask_tokens(ids: Int[Tensor, "B T"], t: Float[Tensor, "B"], mask_id: int,
                 answer: Bool[Tensor, "B T"], generator: torch.Generator | None = None) -> Shown:
     """Hide each answer token with its row's chance t. `answer` is False on a prompt (eq. 5)."""
@@ -53,6 +54,7 @@ def mask_tokens(ids: Int[Tensor, "B T"], t: Float[Tensor, "B"], mask_id: int,
     return ids.masked_fill(hidden, mask_id), hidden
 
 
+# exercise 5.2
 def bound(logits: Float[Tensor, "B T V"], ids: Int[Tensor, "B T"], hidden: Bool[Tensor, "B T"],
           t: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
     """Nats per row. Averaged over t ~ U(0, 1] and masks, at least -log p(row) (LLaDA, eq. 3, 4)."""
@@ -64,6 +66,7 @@ def bound(logits: Float[Tensor, "B T V"], ids: Int[Tensor, "B T"], hidden: Bool[
     return nll.masked_fill(~hidden, 0.0).sum(-1) / t
 
 
+# exercise 5.3
 def mask_exactly(ids: Int[Tensor, "B T"], count: Int[Tensor, "B"], mask_id: int,
                  answer: Bool[Tensor, "B T"], generator: torch.Generator | None = None) -> Shown:
     """Hide exactly `count` answer tokens of each row; all sets of that size are equally likely.
@@ -76,6 +79,7 @@ def mask_exactly(ids: Int[Tensor, "B T"], count: Int[Tensor, "B"], mask_id: int,
     return ids.masked_fill(hidden, mask_id), hidden
 
 
+# exercise 5.4
 def transfer_schedule(masks: int, steps: int) -> list[int]:
     """How many tokens each step uncovers: as even as can be, the odd ones first; sum = masks."""
     # n_k = masks // steps, and one more for k < masks mod steps, in integers       (eq. 05.4)
@@ -88,6 +92,7 @@ def guide(logits: Tensor, blind: Tensor, w: float) -> Tensor:
     return blind + (1 + w) * (logits - blind)  # (eq. 05.5)
 
 
+# exercise 5.5
 def choose(logits: Float[Tensor, "T V"], temperature: float, generator: torch.Generator | None
            ) -> tuple[Int[Tensor, "T"], Float[Tensor, "T"]]:
     """A token per row, drawn at this temperature, and how sure the CLEAN logits are of it."""
@@ -101,6 +106,7 @@ def choose(logits: Float[Tensor, "T V"], temperature: float, generator: torch.Ge
     return token, logits.softmax(-1).gather(-1, token[:, None])[:, 0]
 
 
+# exercise 5.6
 @torch.no_grad()
 def denoise(
     model: Any, prompt: Sequence[int], length: int, steps: int, mask_id: int,
