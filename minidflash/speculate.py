@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from minidflash.greedy import check_request, trim
-from minidflash.verify import Draft, token_law, verify
+from minidflash.verify import Draft, cut_tail, token_law, verify
 
 
 class Drafter:
     """Whatever proposes tokens. Nobody checks how: the target checks what."""
-
     block_size: int = 1  # B: the anchor and up to B - 1 guesses
     taps: tuple[int, ...] = ()  # target layers whose outputs `commit` wants to see
 
@@ -39,7 +38,6 @@ class NoDrafter(Drafter):
 
 class Round(NamedTuple):
     """One draft and one verification."""
-
     proposed: list[int]
     accepted: int  # guesses kept and written
     emitted: list[int]  # the tokens written, the bonus included
@@ -50,7 +48,6 @@ class Round(NamedTuple):
 @dataclass
 class Generation:
     """The new tokens, one record per round, and why it ended."""
-
     tokens: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     stop: str = "length"  # or "stop": a stop token was written
@@ -75,14 +72,15 @@ def speculate(
     target: Any, drafter: Drafter, prompt: Sequence[int], max_new_tokens: int,
     stop_ids: Collection[int] = (), temperature: float = 0.0,
     generator: torch.Generator | None = None, on_round: Callable[[Round], None] | None = None,
+    top_k: int = 0, top_p: float = 1.0,
 ) -> Generation:
     """Leviathan et al., Alg. 1, for any drafter; temperature 0 is greedy. Shows rounds as they end.
 
-    Raises ValueError: see `check_request` (room 03), `token_law` (room 07); too long a draft.
+    Raises ValueError: see room 03's `check_request`, room 07's `token_law`, `cut_tail`; long draft.
     """
     # Refuse a bad request now, before any work. A budget of 0 needs no work at all.
     check_request(target, prompt, max_new_tokens, stop_ids)
-    token_law(torch.zeros(1, 1), temperature)
+    cut_tail(token_law(torch.zeros(1, 1), temperature), temperature, top_k, top_p)
     clock, begin, out = time.perf_counter, time.perf_counter(), Generation()
     if max_new_tokens == 0:
         return out
@@ -91,7 +89,8 @@ def speculate(
     cache = target.new_cache(capacity)
     drafter.begin(capacity)
     logits, features = target.forward(torch.tensor([list(prompt)]), cache, drafter.taps)
-    first = verify([], None, logits[0, -1:], temperature, generator).bonus
+    likely = cut_tail(logits[0, -1:], temperature, top_k, top_p)
+    first = verify([], None, likely, temperature, generator).bonus
     out.tokens, reason = trim([first], max_new_tokens, stop_ids)
     drafter.commit(list(prompt), features[0])
     out.prefill_seconds = clock() - begin
@@ -107,7 +106,8 @@ def speculate(
         # Verify: anchor and guesses pass the target together, in one forward.
         t1 = clock()
         logits, features = target.forward(torch.tensor([[anchor, *guesses]]), cache, drafter.taps)
-        accepted, bonus = verify(guesses, probs, logits[0], temperature, generator)
+        likely = cut_tail(logits[0], temperature, top_k, top_p)
+        accepted, bonus = verify(guesses, probs, likely, temperature, generator)
         # Commit: both sides forget the guesses that failed. The bonus token is the next anchor.
         t2 = clock()
         cache.truncate(start + 1 + accepted)

@@ -1,11 +1,9 @@
 """Room 07 · verify: what survives of a draft.
 
-Uses   torch.
-Gives  Draft, Verdict, longest_prefix, token_law, and verify: greedy, by sample, by rejection.
+Uses   torch.    Gives  Draft, Verdict, longest_prefix, token_law, cut_tail, verify, written_law.
 Knows nothing of models or caches: a draft and the target's logits come in, two numbers go out.
-
 Axes   m drafted tokens, V vocabulary. The target gives m + 1 rows of logits: row i is its opinion
-of the place of draft token i, and the last row is what comes after all of them.
+       of the place of draft token i, and the last row is what comes after all of them.
 """
 
 from collections.abc import Sequence
@@ -18,27 +16,19 @@ from torch import Tensor
 
 class Draft(NamedTuple):
     """Guesses for the places after the anchor, which is the last token written."""
-
     tokens: list[int]
     probs: Tensor | None = None  # [m V], the laws they were DRAWN from; None: no chance in it
 
 
 class Verdict(NamedTuple):
     """`accepted` drafted tokens are kept, then the target writes `bonus`: accepted + 1 in all."""
-
     accepted: int
     bonus: int
 
 
 # exercise 7.1
 def longest_prefix(draft: Sequence[int], choice: Sequence[int]) -> int:
-    """How many drafted tokens agree before the first that does not: 0 .. m.
-
-    `choice` holds the target's own token for every drafted place, and may be one longer.
-
-    Raises:
-        ValueError: `choice` is shorter than the draft.
-    """
+    """How many drafted tokens, 0 .. m, agree with the target's own before one does not."""
     if len(choice) < len(draft):
         raise ValueError(f"choice has {len(choice)} tokens for a draft of {len(draft)}")
     # a = sum_i prod_{j <= i} [draft_j = choice_j]                                 (eq. 07.1)
@@ -61,10 +51,7 @@ def check_verification(draft: Sequence[int], logits: Tensor) -> None:
 
 # exercise 7.2
 def verify_greedy(draft: Sequence[int], logits: Float[Tensor, "m+1 V"]) -> Verdict:
-    """Temperature 0: keep what the target would have written itself (DFlash, sec. 3).
-
-    The output is the target's greedy continuation whatever was drafted.
-    """
+    """Temperature 0: keep what the target would have written itself (DFlash, sec. 3)."""
     check_verification(draft, logits)
     # choice_i = argmax p_i: one forward gave the target's answer for every place at once.
     choice = logits.argmax(-1).tolist()
@@ -74,11 +61,7 @@ def verify_greedy(draft: Sequence[int], logits: Float[Tensor, "m+1 V"]) -> Verdi
 
 
 def token_law(logits: Float[Tensor, "*m V"], temperature: float) -> Float[Tensor, "*m V"]:
-    """The probabilities that a temperature makes of logits; 0 puts everything on the argmax.
-
-    Raises:
-        ValueError: a negative or non-finite temperature.
-    """
+    """The probabilities that a temperature makes of logits; 0 puts everything on the argmax."""
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} must be 0 or a positive finite number")
     # At least float32, however coarse the model: both sides of a ratio get the same care.
@@ -90,14 +73,11 @@ def token_law(logits: Float[Tensor, "*m V"], temperature: float) -> Float[Tensor
 
 
 # exercise 7.3
-def verify_sampled(
-    draft: Sequence[int], logits: Float[Tensor, "m+1 V"], temperature: float,
-    generator: torch.Generator | None = None,
-) -> Verdict:
+def verify_sampled(draft: Sequence[int], logits: Float[Tensor, "m+1 V"], temperature: float,
+                   generator: torch.Generator | None = None) -> Verdict:
     """Sample and match: the target draws its own token for each place; equal guesses are kept.
 
-    Every token written IS a draw from the target given what stands before it, so the output's law
-    is the target's own, however the guesses were made. Guess x is kept with probability p(x).
+    Every token written IS a draw from the target, whoever guessed. Guess x is kept with p(x).
     """
     check_verification(draft, logits)
     # choice_i ~ p_i for every place at once, by torch.multinomial.                (eq. 07.2)
@@ -109,17 +89,9 @@ def verify_sampled(
 
 
 # exercise 7.4
-def verify_rejection(
-    draft: Sequence[int], probs: Tensor, logits: Float[Tensor, "m+1 V"],
-    temperature: float, generator: torch.Generator | None = None,
-) -> Verdict:
-    """Speculative sampling (Leviathan et al., Alg. 1): row i of `probs` [m V] is q_i, which drew.
-
-    Lossless only if the guesses really were drawn from it, independently of later coins.
-
-    Raises:
-        ValueError: `probs` does not fit, or calls a drafted token impossible.
-    """
+def verify_rejection(draft: Sequence[int], probs: Tensor, logits: Float[Tensor, "m+1 V"],
+                     temperature: float, generator: torch.Generator | None = None) -> Verdict:
+    """Speculative sampling (Leviathan et al., Alg. 1): row i of `probs` [m V] drew guess i."""
     # Refuse what cannot be: a wrong shape, or a drafted token that its law gives no chance.
     check_verification(draft, logits)
     rows = range(len(draft))
@@ -148,3 +120,30 @@ def verify(draft: Sequence[int], probs: Tensor | None, logits: Tensor, temperatu
     if probs is None:
         return verify_sampled(draft, logits, temperature, generator)
     return verify_rejection(draft, probs, logits, temperature, generator)
+
+
+# exercise 7.5
+def cut_tail(logits: Float[Tensor, "*m V"], temperature: float, top_k: int = 0,
+             top_p: float = 1.0) -> Float[Tensor, "*m V"]:
+    """Unlikely tokens get -inf: `top_k` stay (0: all), of these the fewest that hold `top_p`."""
+    # Refuse other values. Without a cut the logits go back as they came.
+    if not (isinstance(top_k, int) and top_k >= 0 and 0 < top_p <= 1):
+        raise ValueError(f"top_k={top_k} must be 0 (all) or more, top_p={top_p} in (0, 1]")
+    if top_k == 0 and top_p == 1:
+        return logits
+    # (A drafter that draws from a cut law must report it AFTER the cut: case B2.)
+    # Likeliest first, of equals the lower id. Only the first k ranks go on.
+    law, ids = token_law(logits, temperature).sort(dim=-1, descending=True, stable=True)
+    law, ids = law[..., : top_k or None], ids[..., : top_k or None]
+    # Rank r stays while less than top_p lies before it: sum_{s < r} p_s < P sum_s p_s  (eq. 07.5)
+    late = (law.cumsum(-1) - law >= top_p * law.sum(-1, keepdim=True)) & (top_p < 1)
+    out = torch.ones_like(logits, dtype=torch.bool).scatter(-1, ids, late)
+    return logits.masked_fill(out, float("-inf"))
+
+
+# exercise 7.6
+def written_law(guess: Float[Tensor, "V"], kept: Float[Tensor, "V"],
+                instead: Float[Tensor, "V V"]) -> Float[Tensor, "V"]:
+    """What ANY rule writes: x comes with guess[x], stays with kept[x], else y by instead[x, y]."""
+    # P(y) = g(y) k(y) + sum_x g(x) (1 - k(x)) r_x(y)                              (eq. 07.6)
+    return guess * kept + (guess * (1 - kept)) @ instead

@@ -1,6 +1,7 @@
 """Room 07 · verify: what survives of a draft, at temperature 0 and above it."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -469,3 +470,195 @@ def test_at_temperature_zero_laws_play_no_part(room):
     p, q = log([[0.3, 0.5, 0.2]] * 2), exact([[0.2, 0.4, 0.4]])
     assert room.verify([0], q, p, 0.0) == (0, 1)
     assert room.verify([1], q, p, 0.0) == (1, 1)
+
+
+# --- 7.5 the tail that is cut
+
+
+def after_cut(room, p, temperature=1.0, **cut):
+    """The law that is sampled after a cut, as a list."""
+    return room.token_law(room.cut_tail(log([p]), temperature, **cut), temperature)[0].tolist()
+
+
+@pytest.mark.exercise("7.5")
+@pytest.mark.parametrize("cut, law", [
+    ({"top_k": 2}, [5 / 8, 3 / 8, 0, 0]),
+    ({"top_p": 0.7}, [5 / 8, 3 / 8, 0, 0]),  # .5 is less: the one that reaches .7 stays
+    ({"top_p": 0.45}, [1, 0, 0, 0]),
+    ({"top_p": 0.9}, [10 / 19, 6 / 19, 3 / 19, 0]),
+    ({"top_k": 2, "top_p": 0.6}, [1, 0, 0, 0]),  # of what two tokens hold, .625 is enough
+    ({"top_k": 3, "top_p": 0.6}, [5 / 8, 3 / 8, 0, 0]),
+    ({"top_k": 9}, [0.5, 0.3, 0.15, 0.05]),
+    ({}, [0.5, 0.3, 0.15, 0.05]),
+])  # fmt: skip
+def test_a_tail_is_cut_by_hand(room, cut, law):
+    """Of .5/.3/.15/.05 top-k keeps the k best, top-p the fewest best that hold P, both in turn."""
+    found = after_cut(room, [0.5, 0.3, 0.15, 0.05], **cut)
+    assert found == pytest.approx(law), f"the law after {cut}"
+
+
+@pytest.mark.exercise("7.5")
+def test_the_temperature_comes_before_the_cut(room):
+    """At temperature 1/2 the law .5/.3/.15/.05 is sharper, and one token alone holds .6 of it."""
+    p = [0.5, 0.3, 0.15, 0.05]
+    assert after_cut(room, p, 1.0, top_p=0.6)[1] > 0, "at 1 the best holds .5"
+    assert after_cut(room, p, 0.5, top_p=0.6)[1] == 0, "at 1/2 it holds .25 / .365 = .68"
+    assert after_cut(room, p, 2.0, top_p=0.6)[1] > 0
+
+
+@pytest.mark.exercise("7.5")
+@given(data=st.data(), vocab=st.integers(2, 6), sharp=st.sampled_from([1, 2]))
+def test_a_cut_keeps_the_fewest_that_are_enough(room, data, vocab, sharp):
+    """Row by row the ranks 1, 2, ... stay, up to k, until they hold P of what k ranks hold."""
+    row = st.lists(st.integers(0, 4), min_size=vocab, max_size=vocab).filter(any)
+    weights = data.draw(st.lists(row, min_size=1, max_size=3), "weights")
+    k = data.draw(st.integers(0, vocab), "top_k")
+    P = data.draw(st.integers(1, 997), "top_p") / 997  # never hit exactly by such weights
+    found = room.cut_tail(log([[x / sum(w) for x in w] for w in weights]), 1 / sharp, k, P)
+    for w, logits in zip(weights, found.tolist(), strict=True):
+        ranks = sorted(range(vocab), key=lambda x: (-w[x], x))[: k or None]
+        mass, stay = [Fraction(w[x]) ** sharp for x in ranks], 0
+        while stay < len(ranks) and (stay == 0 or sum(mass[:stay]) < Fraction(P) * sum(mass)):
+            stay += 1
+        due = [math.log(w[x] / sum(w)) if x in ranks[:stay] and w[x] else -math.inf
+               for x in range(vocab)]  # fmt: skip
+        assert logits == pytest.approx(due), f"weights {w}, T = 1/{sharp}, top_k {k}, top_p {P}"
+
+
+@pytest.mark.exercise("7.5")
+def test_what_stays_is_not_touched(room):
+    """Logits that stay keep their bits, and without a cut the logits come back as they went in."""
+    rows = torch.randn(3, 7, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(room.cut_tail(rows, 0.7), rows), "no cut was asked for"
+    cut = room.cut_tail(rows, 0.7, 3)
+    assert cut.dtype == rows.dtype and cut.isfinite().sum(-1).tolist() == [3, 3, 3]
+    assert torch.equal(cut[cut.isfinite()], rows[cut.isfinite()])
+    alone = room.cut_tail(rows[0], 0.7, 0, 0.5)
+    assert torch.equal(alone, room.cut_tail(rows, 0.7, 0, 0.5)[0]), "a single row is cut alike"
+
+
+@pytest.mark.exercise("7.5")
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 1e-9}, {"top_k": 2, "top_p": 0.5}])
+def test_the_best_token_always_stays(room, temperature, cut):
+    """The likeliest token (of equals the lowest id) survives every cut, and nothing becomes NaN."""
+    # case B6
+    rows = torch.tensor([[1.0, 1.0, 1.0], [-math.inf, 5.0, -math.inf], [80.0, -80.0, 80.0]])
+    law = room.token_law(room.cut_tail(rows, temperature, **cut), temperature)
+    assert not law.isnan().any() and torch.allclose(law.sum(-1), torch.ones(3))
+    assert law.argmax(-1).tolist() == [0, 1, 0]
+    if cut != {"top_k": 2, "top_p": 0.5}:
+        assert law.tolist() == [[1, 0, 0], [0, 1, 0], [1, 0, 0]]
+
+
+@pytest.mark.exercise("7.5")
+@pytest.mark.parametrize("top_k, top_p", [
+    (-1, 1.0), (2.5, 1.0), (0, 0.0), (0, -0.1), (0, 1.1), (0, math.nan), (0, math.inf),
+])  # fmt: skip
+def test_a_senseless_cut_is_refused(room, top_k, top_p):
+    """A negative or broken top_k, and a top_p outside (0, 1], are refused with both values."""
+    with pytest.raises(ValueError, match=f"top_k={top_k} .* top_p={top_p} "):
+        room.cut_tail(torch.zeros(1, 3), 1.0, top_k, top_p)
+
+
+@pytest.mark.exercise("7.3", "7.4", "7.5")
+@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.6}, {"top_k": 3, "top_p": 0.8}])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_with_both_laws_cut_the_output_follows_the_cut_target(room, cut, temperature):
+    """Guesses drawn from a cut law against a cut target leave exactly the cut target's law."""
+    # case B2: temperature, top-k and top-p shape both laws before the ratio
+    p, q = [0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]
+    rows = room.cut_tail(log([p, p]), temperature, **cut)
+    drawn_from = room.token_law(room.cut_tail(log([q]), temperature, **cut), temperature)
+    truth = room.token_law(rows, temperature)[0].tolist()
+    for told in (drawn_from, None):
+
+        def play(g, told=told):
+            guess = int(torch.multinomial(drawn_from[0], 1, generator=g))
+            a, bonus = room.verify([guess], told, rows, temperature, g)
+            return guess if a else bonus
+
+        assert_same_law(law_of(play), dict(enumerate(truth)), f"with {cut} the output's law")
+
+
+# --- 7.6 any rule at all: refute the wrong ones by listing
+
+
+def without(p, x):
+    """p given that it was not x."""
+    rest = [0.0 if y == x else w for y, w in enumerate(p)]
+    return [w / (sum(rest) or 1.0) for w in rest]
+
+
+def left_over(p, q):
+    """norm((p - q)+), or p where nothing is left."""
+    rest = [max(0.0, a - b) for a, b in zip(p, q, strict=True)]
+    return [w / sum(rest) for w in rest] if sum(rest) > 1e-12 else p
+
+
+def best(q):
+    """One-hot at the favourite of q."""
+    return [float(y == q.index(max(q))) for y in range(len(q))]
+
+
+def ratio(p, q):
+    return [min(1.0, a / b) if b else 1.0 for a, b in zip(p, q, strict=True)]
+
+
+# name -> (law of the guess, chance to stay, law of what is written instead of guess x)
+RIGHT = {
+    "fixed, match": lambda p, q: (best(q), p, [without(p, x) for x in range(len(p))]),
+    "drawn, match": lambda p, q: (q, p, [without(p, x) for x in range(len(p))]),
+    "drawn, rejection": lambda p, q: (q, ratio(p, q), [left_over(p, q)] * len(p)),
+}
+WRONG = {
+    "argmax draft, softmax q": lambda p, q: (best(q), ratio(p, q), [left_over(p, q)] * len(p)),
+    "fresh draw after a mismatch": lambda p, q: (best(q), p, [p] * len(p)),
+    "residual of p alone": lambda p, q: (q, ratio(p, q), [p] * len(p)),
+}
+
+
+@pytest.mark.exercise("7.6")
+@given(data=st.data(), vocab=st.integers(2, 4))
+def test_a_rules_law_is_what_its_dice_can_do(room, data, vocab):
+    """For any rule the formula gives the law that comes from playing out every outcome."""
+    guess, *instead = data.draw(laws(vocab, 1 + vocab))
+    kept = [k / 4 for k in data.draw(st.lists(st.integers(0, 4), min_size=vocab, max_size=vocab))]
+
+    def play(g):
+        x = draw(guess, g)
+        return x if torch.bernoulli(exact(kept[x]), generator=g) else draw(instead[x], g)
+
+    found = room.written_law(exact(guess), exact(kept), exact(instead))
+    assert_same_law(dict(enumerate(found.tolist())), law_of(play), "the law by the formula")
+
+
+@pytest.mark.exercise("7.6")
+@pytest.mark.parametrize("rule", RIGHT)
+@given(data=st.data(), vocab=st.integers(2, 4))
+def test_the_three_pairings_are_lossless_for_all_laws(room, rule, data, vocab):
+    """Whatever p and q are, each of the three pairings writes by p."""
+    p, q = data.draw(laws(vocab, 2))
+    found = room.written_law(*map(exact, RIGHT[rule](p, q))).tolist()
+    assert found == pytest.approx(p), f"{rule}: p = {p}, q = {q}"
+
+
+@pytest.mark.exercise("7.6")
+@pytest.mark.parametrize("rule, p, q, bent", [
+    ("argmax draft, softmax q", [0.6, 0.4], [0.8, 0.2], [0.75, 0.25]),  # case B1
+    ("fresh draw after a mismatch", [0.6, 0.4], [0.8, 0.2], [0.84, 0.16]),  # case B3
+    ("residual of p alone", [0.6, 0.3, 0.1], [0.1, 0.2, 0.7], [0.46, 0.38, 0.16]),
+])  # fmt: skip
+def test_the_three_tempting_rules_are_refuted(room, rule, p, q, bent):
+    """One p and one q are enough to refute each of three rules that look right."""
+    found = room.written_law(*map(exact, WRONG[rule](p, q))).tolist()
+    assert found == pytest.approx(bent), f"{rule}: with p = {p} and q = {q} it writes by {bent}"
+
+
+@pytest.mark.exercise("7.6")
+@pytest.mark.parametrize("rule", WRONG)
+def test_a_tempting_rule_is_right_when_nobody_needs_it(room, rule):
+    """With equal, one-hot laws the wrong rules bend nothing: an easy example proves nothing."""
+    p = [0.0, 1.0, 0.0]
+    found = room.written_law(*map(exact, WRONG[rule](p, p))).tolist()
+    assert found == pytest.approx(p)

@@ -376,6 +376,33 @@ def test_any_guesses_at_any_law_leave_the_law_alone(room, data, n, B):
 
 
 @pytest.mark.exercise("8.1")
+@pytest.mark.parametrize("temperature, cut", [
+    (1.0, {"top_k": 2}), (1.0, {"top_p": 0.6}), (0.5, {"top_p": 0.6}), (1.0, {"top_k": 1}),
+])  # fmt: skip
+@pytest.mark.parametrize("drafter", [
+    FakeDrafter(lambda text, count: [1, 0, 1][:count], 3, (), 3), sampling([[0.2, 0.5, 0.3]], 2),
+])  # fmt: skip
+def test_what_is_cut_is_never_written(room, temperature, cut, drafter):
+    """With top-k and top-p every text comes with the chance that the target's cut law gives it."""
+    # case B2, case B8: the prefill's token too
+
+    def law(text):
+        row = [w ** (1 / temperature) for w in three_words(text)]
+        ranks = sorted(range(3), key=lambda x: (-row[x], x))[: cut.get("top_k", 3)]
+        held, stay = sum(row[x] for x in ranks), [ranks[0]]
+        while sum(row[x] for x in stay) < cut.get("top_p", 1.0) * held - 1e-9:
+            stay.append(ranks[len(stay)])
+        total = sum(row[x] for x in stay)
+        return [row[x] / total if x in stay else 0.0 for x in range(3)]
+
+    target = CountingTarget(3, law=three_words)
+    found = law_of(lambda g: tuple(room.speculate(
+        target, drafter(g) if callable(drafter) else drafter, [0], 3, temperature=temperature,
+        generator=g, **cut).tokens))  # fmt: skip
+    assert_same_law(found, target_law(law, [0], 3), f"at T = {temperature} with {cut} the law")
+
+
+@pytest.mark.exercise("8.1")
 def test_the_first_token_is_drawn_like_the_others(room):
     """The prefill's token follows the temperature too: with .5/.3/.2 it is drawn, not the best."""
     # case B8, case B9
@@ -413,9 +440,11 @@ def test_a_seed_decides_everything(room):
     ({"max_new_tokens": 10**6}, "positions"),
     ({"temperature": -1.0}, "temperature=-1"),
     ({"temperature": math.nan}, "temperature=nan"),
+    ({"top_k": -2}, "top_k=-2"),
+    ({"top_p": 0.0, "temperature": 1.0}, "top_p=0"),
 ])  # fmt: skip
 def test_a_bad_request_is_refused_before_any_work(room, change, message):
-    """An unfit prompt, budget, stop token or temperature is refused before the target is asked."""
+    """An unfit prompt, budget, stop token, temperature or cut is refused before any forward."""
     target = CountingTarget()
     request = {"prompt": [1], "max_new_tokens": 4} | change
     with pytest.raises(ValueError, match=message):
