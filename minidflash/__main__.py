@@ -33,18 +33,26 @@ def with_cue(text: str) -> str:
     return text
 
 
+def seed(text: str) -> int:
+    """A seed that torch takes."""
+    if not 0 <= (number := int(text)) < 2**63:
+        raise ValueError(text)
+    return number
+
+
 def generate(args: argparse.Namespace) -> int:
     """Continue a text; only the text goes to standard output."""
     import torch
 
     from minidflash.greedy import check_request
     from minidflash.kit import show
+    from minidflash.kit.chat import prompt_ids
     from minidflash.kit.models import load
     from minidflash.speculate import Drafter, NGramDrafter, NoDrafter, speculate
-    from minidflash.verify import token_law
+    from minidflash.verify import cut_tail, token_law
 
     by_name = args.draft in ("none", "n-gram")
-    pair = load(args.model, None if by_name else args.draft)
+    pair = load(args.model, None if by_name else args.draft, args.dtype, args.device)
     drafter: Drafter
     if args.draft == "none" or (args.draft is None and pair.model is None):
         drafter = NoDrafter()
@@ -52,7 +60,16 @@ def generate(args: argparse.Namespace) -> int:
         drafter = NGramDrafter(args.block_size or 16)
     else:
         drafter = pair.drafter(args.block_size)
-    prompt = pair.encode(text := with_cue(args.text))
+    if args.chat:
+        talk = [{"role": "user", "content": args.text}]
+        if args.system is not None:
+            talk.insert(0, {"role": "system", "content": args.system})
+        thinking = None if args.thinking is None else args.thinking == "on"
+        prompt, text = prompt_ids(pair.tokenizer, talk, thinking), args.text + "\n\n"
+    else:
+        if args.thinking is not None or args.system is not None:
+            raise ValueError("--thinking and --system need --chat")
+        prompt = pair.encode(text := with_cue(args.text))
     limit = pair.target.config.max_position_embeddings
     room = args.max_new_tokens
     if room is None:
@@ -61,10 +78,11 @@ def generate(args: argparse.Namespace) -> int:
     dice = torch.Generator().manual_seed(args.seed)
     # A mistake must come out before any text.
     check_request(pair.target, prompt, room, pair.stop_ids)
-    token_law(torch.zeros(1, 1), args.temperature)
+    law = token_law(torch.zeros(1, 1), args.temperature)
+    cut_tail(law, args.temperature, args.top_k, args.top_p)
     stream.prompt(text)
     done = speculate(pair.target, stream.watch(drafter), prompt, room, pair.stop_ids,
-                     args.temperature, dice, stream.round)
+                     args.temperature, dice, stream.round, args.top_k, args.top_p)
     stream.end(done)
     if args.stats:
         r = done.rounds
@@ -146,7 +164,15 @@ def parser() -> Parser:
     one.add_argument("--block-size", type=int, metavar="B", help="slots of a block (with anchor)")
     one.add_argument("--max-new-tokens", type=int, metavar="N", help="default 256, if they fit")
     one.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
-    one.add_argument("--seed", type=int, default=0, help="of the chance at temperature > 0")
+    one.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest")
+    one.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest that"
+                     " make up P together")
+    one.add_argument("--seed", type=seed, default=0, help="of the chance at temperature > 0")
+    one.add_argument("--chat", action="store_true", help="ask through the model's chat template")
+    one.add_argument("--thinking", choices=("on", "off"), help="where the template can think")
+    one.add_argument("--system", metavar="TEXT", help="a system message, with --chat")
+    one.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    one.add_argument("--dtype", help="float32, bfloat16, float16; by device if not given")
     one.add_argument("--stats", action="store_true", help="figures, on standard error")
     command("info", "Versions, device, the shipped models and their scores.", info)
     bench.arguments(command("bench", "The same prompts through every decoder.", bench.main))
@@ -191,15 +217,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         return dispatch(list(sys.argv[1:] if argv is None else argv)) or 0
-    except ValueError as error:
+    except BrokenPipeError:  # the reader of a pipe has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError) as error:  # a full disk is no fault of ours, nor of yours
         print(f"minidflash: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 if __name__ == "__main__":

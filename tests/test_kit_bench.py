@@ -1,16 +1,22 @@
 """Figures: computed by hand here, from the loop's records there; every decoder on every prompt."""
 
+import hashlib
 import json
+import re
+import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pairs
 import pytest
+import torch
 import worlds
 
-from minidflash.kit import bench, models
+from minidflash.kit import bench, datasets, models, outside
 from minidflash.kit.bench import Prompt, Run, compare, figures
+from minidflash.kit.tokenizer import load_tokenizer
 from minidflash.kit.world import KINDS, is_held_out
-from minidflash.speculate import Generation, NoDrafter, Round
+from minidflash.speculate import Generation, NoDrafter, Round, speculate
 
 
 def rounds(count, draft, verify, wrote=1):
@@ -182,10 +188,12 @@ def test_prompts_of_your_own(tmp_path):
     """JSONL with a prompt, or with turns as in the usual data sets, is read; blank lines pass."""
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a", "kind": "x"}\n\n{"turns": ["b", "c"], "category": "qa"}\n')
-    assert bench.read_prompts(file) == [Prompt("x", "a"), Prompt("qa", "b")]
+    assert bench.read_prompts(file) == [Prompt("x", "a"), Prompt("qa", "b", ("c",))]
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"text": "a"}', '{"turns": []}', '{"prompt": 3}'])
+@pytest.mark.parametrize("line", [
+    "{", "[]", '{"text": "a"}', '{"turns": []}', '{"turns": "ab"}', '{"prompt": 3}',
+])  # fmt: skip
 def test_a_line_that_is_no_prompt(tmp_path, line):
     """A line that is no prompt is named by its number."""
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + line)
@@ -205,3 +213,197 @@ def test_what_cannot_be_measured_is_refused(pair, call, message):
     """A measurement of nothing, or without its baseline, is refused before any work."""
     with pytest.raises(ValueError, match=message):
         call(pair)
+
+
+# ---------------------------------------------------------------------- sets of prompts
+
+
+def test_the_shipped_prompts():
+    """24 prompts ship: code, maths and chat, 8 of each, 3 of these 8 in Chinese, all different."""
+    lines = [json.loads(line) for line in datasets.FILE.read_text(encoding="utf-8").splitlines()]
+    assert Counter((x["kind"], x["language"]) for x in lines) == {
+        (kind, language): n for kind in ("code", "maths", "chat")
+        for language, n in (("en", 5), ("zh", 3))}
+    assert len({x["prompt"] for x in lines}) == 24
+    chinese = [x["prompt"] for x in lines if x["language"] == "zh"]
+    assert all(re.search("[\u4e00-\u9fff]", text) for text in chinese)
+    found = datasets.load_dataset("shipped", 9)
+    assert [p.text for p in found] == [x["prompt"] for x in lines[:9]]
+
+
+ROWS = {
+    "gsm8k": [{"question": f"q{i}", "answer": "x"} for i in range(5)],
+    "math500": [{"problem": f"p{i}"} for i in range(5)],
+    "humaneval": [{"prompt": f"def f{i}():"} for i in range(5)],
+    "mbpp": [{"prompt": f"m{i}"} for i in range(5)],
+    "mt-bench": [{"prompt": [f"a{i}", f"b{i}"]} for i in range(5)],
+}
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+WORDED = {
+    "gsm8k": Prompt("gsm8k", "q3" + BOXED),
+    "math500": Prompt("math500", "p3" + BOXED),
+    "humaneval": Prompt("humaneval", "Write a solution to the following problem and make sure that"
+                        " it passes the tests:\n```python\ndef f3():\n```"),
+    "mbpp": Prompt("mbpp", "m3"),
+    "mt-bench": Prompt("mt-bench", "a3", ("b3",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_a_public_set_is_worded_and_chosen_as_in_the_official_benchmark(monkeypatch, name):
+    """Each public set has the wording of the official benchmark, and a part of it is the beginning
+    of the same shuffle (seed 42: of five rows 3, 1, 2, 4, 0)."""
+    asked = []
+
+    def fake(path, part, split):
+        asked.append((path, part, split))
+        return ROWS[name]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=fake))
+    found = datasets.load_dataset(name, 2)
+    assert len(found) == 2 and found[0] == WORDED[name]
+    assert len(datasets.load_dataset(name)) == 5
+    assert asked[0][0].count("/") == 1 and asked[0][2] in ("test", "train")
+
+
+def test_the_official_package_words_them_alike():
+    """The wording of every public set equals the official package's on the same row."""
+    from dflash.benchmark import DATASETS
+
+    assert DATASETS.keys() == datasets.DATASETS.keys()
+    for name, theirs in DATASETS.items():
+        row = ROWS[name][0]
+        text = theirs["format"](row)
+        assert datasets.DATASETS[name].turns(row) == (text if isinstance(text, list) else [text])
+        assert datasets.DATASETS[name].path == theirs["load_args"][0]
+        assert datasets.DATASETS[name].split == theirs["load_kwargs"]["split"]
+
+
+def offline(*args, **kwargs):
+    raise ConnectionError("no network")
+
+
+@pytest.mark.parametrize("name, module, message", [
+    ("gsm8k", None, "needs the package datasets"),
+    ("gsm8k", SimpleNamespace(load_dataset=offline), "could not be fetched .ConnectionError."),
+    ("gsm9k", None, "no such file, and no set of that name: shipped, gsm8k"),
+])  # fmt: skip
+def test_a_set_that_cannot_be_had(monkeypatch, name, module, message):
+    """A set that is unknown or cannot be fetched is one line that says what to do."""
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    with pytest.raises(ValueError, match=message):
+        datasets.load_dataset(name)
+    with pytest.raises(ValueError, match="max_samples=0 must be 1 or more"):
+        datasets.load_dataset("shipped", 0)
+
+
+# ---------------------------------------------------------------------- transformers beside ours
+
+
+def test_transformers_runs_on_the_same_weights(pair):
+    """transformers' twin of a target shares its tensors, and its greedy and its prompt lookup write
+    the tokens of plain greedy, with one round per chunk after the prefill."""
+    model = outside.twin(pair.target)
+    mine = pair.target.model.embed_tokens.weight
+    assert model.get_input_embeddings().weight.data_ptr() == mine.data_ptr()
+    prompt = pair.encode("Question: 1 + 1? 1 + 1? 1 +")
+    plain = speculate(pair.target, NoDrafter(), prompt, 12, pair.stop_ids)
+    for decoder in outside.transformers_decoders(pair.target).values():
+        found = decoder.run(prompt, 12, pair.stop_ids)
+        assert found.tokens == plain.tokens and found.stop == plain.stop
+        first = len(found.tokens) - sum(len(r.emitted) for r in found.rounds)
+        assert 1 <= first and [t for r in found.rounds for t in r.emitted] == found.tokens[first:]
+        assert 0 < found.prefill_seconds < found.seconds
+    greedy = outside.transformers_decoders(pair.target)["hf-greedy"].run(prompt, 12)
+    assert [len(r.emitted) for r in greedy.rounds] == [1] * 11
+
+
+def test_transformers_stands_in_the_report(pair):
+    """Its decoders take turns with ours, are checked for identical output, and fit the table."""
+    drafters = bench.chosen_decoders(pair, None, (), 0.0)
+    assert list(drafters) == ["plain", "n-gram", "dflash", "hf-greedy", "hf-lookup"]
+    found = bench.measure(pair, [Prompt("maths", "1 + 1")], drafters, 6, 1)
+    assert found["overall"]["hf-greedy"]["identical"] is True
+    assert found["overall"]["hf-lookup"]["tokens_per_s_decode"] > 0
+    assert found["setting"]["peak_bytes"] > 1e6
+    assert max(map(len, bench.text(found).splitlines())) <= 80
+    assert list(bench.chosen_decoders(pair, ["dflash"], (4, 8), 0.0)) == [
+        "plain", "dflash-4", "dflash-8"]
+    with pytest.raises(ValueError, match="--decoders hf-greedy: one of plain.*greedy only"):
+        bench.chosen_decoders(pair, ["hf-greedy"], (), 0.5)
+    with pytest.raises(ValueError, match="temperature=0.5: transformers' decoders are greedy"):
+        bench.compare(pair, [1], drafters, 4, 1, 0.5)
+
+
+def test_the_official_package_beside_ours(pair):
+    """The authors' package runs on the same tensors, writes the same tokens, and is compared prompt
+    by prompt."""
+    drafters = bench.chosen_decoders(pair, ["dflash", "hf-greedy", "official"], (), 0.0)
+    asked = [Prompt("maths", "1 + 1"), Prompt("maths", "Question: 3 + 4?")]
+    found = bench.measure(pair, asked, drafters, 8, 1)
+    assert found["overall"]["official"]["identical"] is True
+    assert found["overall"]["official"]["tokens"] == found["overall"]["plain"]["tokens"]
+    assert list(found["ratios"]) == ["dflash / official", "plain / hf-greedy"]
+    assert all(r["decode_median"] > 0 for r in found["ratios"].values())
+    mine = drafters["official"].draft.fc.weight
+    assert mine.data_ptr() == pair.model.fc.weight.data_ptr()
+
+
+def test_ratios_by_hand():
+    """A ratio is seconds per token of one over the other's: 0.42 s against 0.8 s for the same
+    tokens, and 0.32 against 0.7 without the prefill."""
+    runs = [{"a": Run(FAST, True, PLAIN), "b": Run(PLAIN, True, PLAIN)}]
+    found = bench.ratios(runs, "a", "b")
+    assert found["median"] == pytest.approx(0.42 / 0.8)
+    assert found["decode_median"] == pytest.approx(0.32 / 0.7)
+    assert found["quartiles"] == [found["median"]] * 2
+
+
+# ---------------------------------------------------------------------- turns and records
+
+
+def test_a_second_turn_is_asked_with_the_plain_answer(pair):
+    """In a conversation the next turn follows plain greedy's answer, through the chat template; the
+    report has an entry per turn."""
+    asked = [Prompt("chat", "One?", ("Two?",))]
+    words = load_tokenizer()
+    line = "{{ m.role + ': ' + m.content + '\n' }}"
+    words.chat_template = "{% for m in messages %}" + line + "{% endfor %}"
+    chatty = pair._replace(tokenizer=words)
+    seen = []
+    found = bench.measure(chatty, asked, max_new_tokens=5, repeats=1, chat=True,
+                          on_prompt=lambda i, p, runs: seen.append((i, p, runs)))
+    assert [i for i, _, _ in seen] == [0, 0] and len(found["prompts"]) == 2
+    answer = pair.decode(seen[0][2]["plain"].generation.tokens)
+    wanted = words.encode(f"user: One?\nassistant: {answer}\nuser: Two?\n")
+    assert found["prompts"][1]["prompt_tokens"] == len(wanted)
+    with pytest.raises(ValueError, match="several turns needs a chat template"):
+        bench.measure(pair, asked, max_new_tokens=5, repeats=1)
+
+
+def test_a_spec_bench_record_by_hand(tmp_path, pair):
+    """Spec-Bench's records hold, per prompt, one list entry per turn, and the tokens of each round
+    with the bonus counted; one file per decoder."""
+    rounds = [Round([1, 2], 2, [1, 2, 3], 0.1, 0.2), Round([1], 0, [4], 0.1, 0.2)]
+    g = Generation([9, 1, 2, 3, 4], rounds, "length", 0.1, 0.7)
+    run = Run(g, True, g)
+    prompt = Prompt("qa", "a", ("b",))
+    (record,) = bench.spec_bench([(7, prompt, run), (7, prompt, run)], "dflash")
+    assert record["question_id"] == 7 and record["category"] == "qa"
+    assert record["model_id"] == "dflash" and record["tstamp"] > 0
+    assert record["choices"] == [{
+        "index": 0, "turns": [g.tokens, g.tokens], "decoding_steps": [3, 3], "new_tokens": [5, 5],
+        "wall_time": [0.7, 0.7], "accept_lengths": [3, 1, 3, 1]}]
+    bench.write_spec_bench(tmp_path, [(7, prompt, {"plain": run, "dflash": run})], pair)
+    read = [json.loads(line) for line in (tmp_path / "dflash.jsonl").read_text().splitlines()]
+    assert read[0]["choices"][0]["turns"] == [pair.decode(g.tokens)]
+    assert (tmp_path / "plain.jsonl").exists()
+
+
+def test_the_hash_of_prompts_without_turns_stays():
+    """Later turns enter the prompts' hash only where there are some, so old reports compare."""
+    one, two = [Prompt("x", "a")], [Prompt("x", "a", ("b",))]
+    old = hashlib.sha256(json.dumps([["x", "a"]]).encode()).hexdigest()[:16]
+    pair = SimpleNamespace(target=SimpleNamespace(embed=lambda ids: torch.zeros(1, 1, 1)))
+    assert bench.setting(pair, one)["prompts_sha256"] == old
+    assert bench.setting(pair, two)["prompts_sha256"] != old

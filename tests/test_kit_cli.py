@@ -1,5 +1,6 @@
 """The command line: texts go in and come out whole, and a mistake is one line."""
 
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import torch
 from minidflash import __main__ as cli
 from minidflash.greedy import greedy
 from minidflash.kit import models
+from minidflash.kit.tokenizer import load_tokenizer
 from minidflash.kit.world import KINDS, document
 
 
@@ -83,6 +85,35 @@ def test_stats_go_to_standard_error(run):
     assert "draft" in error and "verify" in error
 
 
+def test_generate_in_chat(run, folders, tmp_path):
+    """--chat asks through the model's template, thinking on or off as said, and prints question and
+    answer."""
+    words = load_tokenizer()
+    words.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+        "{{ 'assistant:' + (' (quick)' if not enable_thinking else '') }}")
+    talker = tmp_path / "target"
+    shutil.copytree(folders[0], talker)
+    words.save_pretrained(talker)
+    pair = models.load(talker, folders[1])
+    asked = "system: Be short.\nuser: Hi?\nassistant: (quick)"
+    tokens = greedy(pair.target, words.encode(asked), 7, pair.stop_ids)
+    argv = ["generate", "Hi?", "--chat", "--system", "Be short.", "--max-new-tokens", "7",
+            "--model", str(talker), "--draft", str(folders[1])]
+    status, out, error = run(*argv, "--thinking", "off", pair=False)
+    assert (status, out, error) == (0, "Hi?\n\n" + pair.decode(tokens) + "\n", "")
+    status, out, error = run(*argv, pair=False)
+    assert (status, out) == (2, "") and "say enable_thinking=True or False" in error
+
+
+def test_generate_with_a_cut_tail(run):
+    """With --top-k 1 a drawn text is the greedy one."""
+    argv = ["generate", "Question: 1 + 2?", "--max-new-tokens", "9"]
+    greedy_text = run(*argv)[1]
+    assert run(*argv, "--temperature", "3", "--top-k", "1")[1] == greedy_text
+    assert run(*argv, "--temperature", "3", "--top-p", "1e-9")[1] == greedy_text
+
+
 def test_info_without_shipped_models(run, tmp_path, monkeypatch):
     """info prints versions and the device, and says of a missing model how to train it."""
     monkeypatch.setattr(models, "SHIPPED", tmp_path)
@@ -132,6 +163,10 @@ def test_a_mistake_is_one_line(run, argv, message):
 @pytest.mark.parametrize("argv, message", [
     (["generate", ""], "prompt=[] is empty"),
     (["generate", "a", "--block-size", "1"], "block_size=1 must be at least 2"),
+    (["generate", "a", "--thinking", "on"], "--thinking and --system need --chat"),
+    (["generate", "a", "--chat"], "has no chat template"),
+    (["generate", "a", "--top-p", "0"], "top_p=0.0"),
+    (["bench", "--decoders", "eagles"], "--decoders eagles: one of plain"),
     (["generate", "a", "--temperature", "-1"], "temperature=-1.0 must be"),
     (["generate", "a", "--max-new-tokens", "-1"], "max_new_tokens=-1 must be"),
     (["generate", "a", "--max-new-tokens", "40000"], "exceeds the target's 32768 positions"),
@@ -156,9 +191,9 @@ def test_other_commands_are_passed_on(monkeypatch, name):
 
 
 def test_help_names_every_command():
-    """python -m minidflash --help lists the seven commands, within 80 columns."""
+    """python -m minidflash --help lists every command, within 80 columns."""
     found = subprocess.run([sys.executable, "-m", "minidflash", "--help"], capture_output=True,
                            text=True, check=True, env={"COLUMNS": "80", "PATH": ""})  # fmt: skip
-    for name in ("demo", "generate", "info", "bench", "train", "start", "grade"):
+    for name in ("demo", "generate", "info", "bench", "export", "train", "start", "grade"):
         assert f"    {name} " in found.stdout
     assert max(map(len, found.stdout.splitlines())) <= 80

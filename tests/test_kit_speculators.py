@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from minidflash.__main__ import main
 from minidflash.kit import checkpoint, speculators
@@ -113,6 +113,19 @@ def test_a_file_of_others_lacks_the_targets_depth(drafter, tmp_path):
     with pytest.raises(ValueError, match="num_target_layers is not in this format"):
         checkpoint.load_drafter(tmp_path)
     assert checkpoint.load_drafter(tmp_path, num_target_layers=5).config == drafter.config
+
+
+def test_copies_of_the_targets_tensors_are_passed_over(drafter, tmp_path):
+    """An older file that holds the target's embedding and head loads all the same; a vocabulary map
+    does not."""
+    speculators.save(drafter, tmp_path, "owner/target", "float32")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {"embed_tokens.weight": torch.ones(6, 8), "lm_head.weight": torch.ones(6, 8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert same(checkpoint.load_drafter(tmp_path), drafter)
+    save_file(tensors | {"d2t": torch.zeros(6, dtype=torch.long)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="holds d2t, which this model has no place for"):
+        checkpoint.load_drafter(tmp_path)
 
 
 REFUSED = [

@@ -7,6 +7,9 @@ Every decoder runs in room 08's loop with the same target. So "plain" is our own
 a speed-up compares like with like. After a warm-up the decoders take turns on each prompt, and the
 median of the repeats counts, so that a busy moment of the machine hits all of them alike.
 
+transformers' own `generate`, greedy and with prompt lookup, runs on the same weights. Its rounds
+are what it hands to a streamer.
+
 Times include the prefill unless a name says `decode`. tau is the acceptance length: tokens written
 per round after the prefill, the bonus included; `tau` pools all rounds, `tau_per_request` is the
 mean over prompts. distinct4 is the share of different 4-grams among all of the *plain* text: near 1
@@ -19,6 +22,7 @@ import json
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,20 +30,18 @@ from typing import Any, NamedTuple
 import torch
 
 from minidflash.kit import show
+from minidflash.kit.chat import prompt_ids
 from minidflash.kit.corpus import wild_prompts
+from minidflash.kit.datasets import DATASETS, SHIPPED, Prompt, load_dataset
+from minidflash.kit.datasets import read_prompts as read_prompts
 from minidflash.kit.models import Pair, load
+from minidflash.kit.outside import Official, Outside, transformers_decoders
+from minidflash.kit.store import write_atomically
 from minidflash.kit.world import KINDS, document
 from minidflash.speculate import Drafter, Generation, NGramDrafter, NoDrafter, speculate
 
 PLAIN = "plain"
 SEED = 2026  # of the held-out prompts that are measured; training never sees the held-out split
-
-
-class Prompt(NamedTuple):
-    """A text to continue, and its kind: maths, code, chat, wild, or a name of your own."""
-
-    kind: str
-    text: str
 
 
 def prompts(each: int = 8, kinds: Sequence[str] = KINDS, seed: int = SEED) -> list[Prompt]:
@@ -54,34 +56,6 @@ def prompts(each: int = 8, kinds: Sequence[str] = KINDS, seed: int = SEED) -> li
             found += [Prompt(kind, text) for text in wild_prompts(each, seed)]
         else:
             found += [Prompt(kind, document(kind, "held_out", i, seed).prompt) for i in range(each)]
-    return found
-
-
-def read_prompts(path: Path | str) -> list[Prompt]:
-    """Prompts from JSONL: {"prompt": text} or {"turns": [text, ...]} (the first), and "kind".
-
-    Raises:
-        ValueError: a line is something else, with its number.
-    """
-    found = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            raw = json.loads(line)
-            text = raw["prompt"] if "prompt" in raw else raw["turns"][0]
-            if not isinstance(text, str):
-                raise TypeError
-        except (ValueError, KeyError, IndexError, TypeError):
-            raise ValueError(f'{path}, line {number}: must be {{"prompt": "text"}} or'
-                             ' {"turns": ["text"]}') from None
-        found.append(Prompt(str(raw.get("kind", raw.get("category", "prompt"))), text))
-    if not found:
-        raise ValueError(f"{path} holds no prompt")
     return found
 
 
@@ -124,8 +98,8 @@ def decoders(pair: Pair, block_sizes: Sequence[int] = ()) -> dict[str, Drafter]:
 
 
 def compare(
-    pair: Pair, prompt: Sequence[int], drafters: Mapping[str, Drafter], max_new_tokens: int = 128,
-    repeats: int = 3, temperature: float = 0.0, seed: int = 0,
+    pair: Pair, prompt: Sequence[int], drafters: Mapping[str, Drafter | Outside],
+    max_new_tokens: int = 128, repeats: int = 3, temperature: float = 0.0, seed: int = 0,
 ) -> dict[str, Run]:
     """One prompt through every decoder in turn, `repeats` times; the first must be called "plain".
 
@@ -136,10 +110,15 @@ def compare(
         raise ValueError(f"decoders has {sorted(drafters)}; one must be called {PLAIN!r}")
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1")
+    if temperature and any(isinstance(d, Outside) for d in drafters.values()):
+        raise ValueError(f"temperature={temperature}: transformers' decoders are greedy here")
     runs: dict[str, list[Generation]] = {name: [] for name in drafters}
     for _ in range(repeats):
         for name, drafter in drafters.items():
             dice = torch.Generator().manual_seed(seed) if temperature else None
+            if isinstance(drafter, Outside):
+                runs[name].append(drafter.run(prompt, max_new_tokens, pair.stop_ids))
+                continue
             runs[name].append(speculate(
                 pair.target, drafter, prompt, max_new_tokens, pair.stop_ids, temperature, dice
             ))
@@ -155,7 +134,9 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
     """What a decoder did over some prompts, in the names that every report here uses.
 
     `draft_ms`, `verify_ms` and `rest_ms` are per round. `speedup` is the median over prompts of
-    plain time / time, `speedup_totals` the ratio of the summed times.
+    plain time / time, `speedup_quartiles` what half of the prompts lie between, `speedup_totals`
+    the ratio of the summed times. `tokens_per_s` counts the prefill's time, `tokens_per_s_decode`
+    neither its time nor its token.
 
     Raises:
         ValueError: there are no runs.
@@ -174,6 +155,7 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
     per_token = tokens / max(1, sum(len(run.plain.tokens) for run in runs))
     answers = [run.identical for run in runs]
     with_rounds = [g.acceptance_length for g in made if g.rounds]
+    ratios = [_ratio(run) for run in runs]
     return {
         "prompts": len(runs),
         "identical": None if None in answers else all(answers),
@@ -184,7 +166,9 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
         "tokens": tokens,
         "plain_tokens_per_s": sum(len(run.plain.tokens) for run in runs) / plain,
         "tokens_per_s": tokens / seconds,
-        "speedup": statistics.median(_ratio(run) for run in runs),
+        "tokens_per_s_decode": (tokens - len([g for g in made if g.tokens])) / max(1e-12, decode),
+        "speedup": statistics.median(ratios),
+        "speedup_quartiles": quartiles(ratios),
         "speedup_totals": per_token * plain / seconds,
         "speedup_decode": per_token * plain_decode / decode if decode else 1.0,
         "draft_ms": 1e3 * draft / count,
@@ -192,6 +176,48 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
         "rest_ms": 1e3 * rest / count,
         "overhead": rest / max(1e-12, draft + verify + rest),
     }
+
+
+def ratios(runs: Sequence[Mapping[str, Run]], mine: str, theirs: str) -> dict[str, Any]:
+    """Seconds per token of one decoder over another's, prompt by prompt; below 1 `mine` is faster.
+
+    Both ran in turns on the same weights, so a busy machine slows both. `decode` leaves the prefill
+    out.
+    """
+    whole, decode = [], []
+    for run in runs:
+        a, b = run[mine].generation, run[theirs].generation
+        whole.append((a.seconds / len(a.tokens)) / (b.seconds / len(b.tokens)))
+        if len(a.tokens) > 1 and len(b.tokens) > 1:
+            decode.append(((a.seconds - a.prefill_seconds) / (len(a.tokens) - 1))
+                          / ((b.seconds - b.prefill_seconds) / (len(b.tokens) - 1)))
+    found = {"median": statistics.median(whole), "quartiles": quartiles(whole)}
+    if decode:
+        found |= {"decode_median": statistics.median(decode),
+                  "decode_quartiles": quartiles(decode)}
+    return found
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """The first and the third quartile; of one value, twice that value.
+
+    >>> quartiles([4.0, 1.0, 2.0, 3.0, 5.0]), quartiles([7.0])
+    ([2.0, 4.0], [7.0, 7.0])
+    """
+    if len(values) < 2:
+        return [values[0], values[0]]
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return [first, third]
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory held so far: by torch on a GPU, by the whole process elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
 
 
 def _ratio(run: Run) -> float:
@@ -207,8 +233,6 @@ def draft_times(
 
     The target is asked nothing here: this is the time of `propose` alone.
     """
-    import time
-
     drafters = {size: pair.drafter(size) for size in sizes}
     cache = pair.target.new_cache(len(prompt))
     taps = next(iter(drafters.values())).taps
@@ -230,7 +254,8 @@ def setting(pair: Pair, asked: Sequence[Prompt]) -> dict[str, Any]:
     import transformers
 
     weight = pair.target.embed(torch.tensor([[0]]))
-    digest = hashlib.sha256(json.dumps([list(p) for p in asked]).encode()).hexdigest()[:16]
+    said = [[p.kind, p.text, *([list(p.turns)] if p.turns else [])] for p in asked]
+    digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
     device = str(weight.device)
     if weight.device.type == "cuda":
         device = torch.cuda.get_device_name(weight.device)
@@ -243,14 +268,16 @@ def setting(pair: Pair, asked: Sequence[Prompt]) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "cuda": torch.version.cuda if weight.device.type == "cuda" else None,
         "prompts_sha256": digest,
     }
 
 
 def measure(
-    pair: Pair, asked: Sequence[Prompt], drafters: Mapping[str, Drafter] | None = None,
+    pair: Pair, asked: Sequence[Prompt], drafters: Mapping[str, Drafter | Outside] | None = None,
     max_new_tokens: int = 128, repeats: int = 3, temperature: float = 0.0, seed: int = 0,
     on_prompt: Callable[[int, Prompt, dict[str, Run]], None] | None = None,
+    chat: bool = False, thinking: bool | None = None,
 ) -> dict[str, Any]:
     """Measure every decoder on every prompt.
 
@@ -262,7 +289,10 @@ def measure(
         repeats: the median of so many runs counts.
         temperature: 0 is greedy, where all outputs must be identical.
         seed: of the chance at temperature > 0, for every run anew.
-        on_prompt: is told (number, prompt, runs) as soon as a prompt is done.
+        on_prompt: is told (number, prompt, runs) as soon as a prompt is done; a prompt of several
+            turns once for each.
+        chat: ask through the tokenizer's chat template. Later turns are asked with plain's answers.
+        thinking: for templates that know the word.
 
     Returns:
         "setting" (see there), "overall" (without wild, unless all are wild) and "by_kind": decoder
@@ -276,7 +306,7 @@ def measure(
         raise ValueError("asked is empty: no prompt to measure")
     drafters = decoders(pair) if drafters is None else drafters
     limit = pair.target.config.max_position_embeddings
-    coded = [pair.encode(prompt.text) for prompt in asked]
+    coded = [encode(pair, [prompt.text], chat, thinking) for prompt in asked]
     for prompt, ids in zip(asked, coded, strict=True):
         if not 0 < len(ids) < limit:
             raise ValueError(f"a prompt has {len(ids)} tokens; this target takes 1 to {limit - 1}:"
@@ -284,33 +314,103 @@ def measure(
     # The first runs of a process are slow: they allocate and choose kernels.
     compare(pair, coded[0], drafters, min(32, limit - len(coded[0])), 1, temperature, seed)
     runs: list[dict[str, Run]] = []
+    each: list[tuple[Prompt, int]] = []  # the prompt of each run, and how long it was
     for number, (prompt, ids) in enumerate(zip(asked, coded, strict=True)):
-        room = min(max_new_tokens, limit - len(ids))
-        runs.append(compare(pair, ids, drafters, room, repeats, temperature, seed))
-        if on_prompt is not None:
-            on_prompt(number, prompt, runs[-1])
+        said = [prompt.text]
+        for turn in (*prompt.turns, None):
+            room = min(max_new_tokens, limit - len(ids))
+            if room < 1:  # the conversation has outgrown the target
+                break
+            runs.append(compare(pair, ids, drafters, room, repeats, temperature, seed))
+            each.append((prompt, len(ids)))
+            if on_prompt is not None:
+                on_prompt(number, prompt, runs[-1])
+            if turn is not None:
+                said += [pair.decode(runs[-1][PLAIN].generation.tokens), turn]
+                ids = encode(pair, said, chat, thinking)
 
     def over(kinds: Iterable[str]) -> dict[str, Any]:
-        chosen = [run for run, prompt in zip(runs, asked, strict=True) if prompt.kind in kinds]
+        chosen = [run for run, (prompt, _) in zip(runs, each, strict=True) if prompt.kind in kinds]
         return {name: figures([run[name] for run in chosen]) for name in drafters}
 
     kinds = list(dict.fromkeys(prompt.kind for prompt in asked))
     report: dict[str, Any] = {
         "setting": setting(pair, asked) | {
-            "max_new_tokens": max_new_tokens, "repeats": repeats, "temperature": temperature},
+            "max_new_tokens": max_new_tokens, "repeats": repeats, "temperature": temperature,
+            "chat": chat, "thinking": thinking,
+            "peak_bytes": peak_bytes(pair.target.embed(torch.tensor([[0]])).device)},
         "overall": over([kind for kind in kinds if kind != "wild"] or kinds),
         "by_kind": {kind: over([kind]) for kind in kinds},
         "prompts": [
-            {"kind": prompt.kind, "prompt_tokens": len(ids),
+            {"kind": prompt.kind, "prompt_tokens": length,
              "decoders": {name: figures([run[name]]) for name in drafters}}
-            for prompt, ids, run in zip(asked, coded, runs, strict=True)
+            for (prompt, length), run in zip(each, runs, strict=True)
         ],
+    }
+    report["ratios"] = {
+        f"{mine} / {theirs}": ratios(runs, mine, theirs)
+        for mine, theirs in (("dflash", "official"), (PLAIN, "hf-greedy"))
+        if mine in drafters and theirs in drafters
     }
     if pair.model is not None:
         times = draft_times(pair, coded[0][: limit - 1])
         report["draft_ms"] = {str(size): ms for size, ms in times.items()}
         report["draft_flatness"] = times[16] / times[4]
     return report
+
+
+def encode(pair: Pair, said: Sequence[str], chat: bool, thinking: bool | None) -> list[int]:
+    """Ids of what was said so far, user and assistant by turns, after which the model answers.
+
+    Raises:
+        ValueError: without a chat template there is one turn only; see `chat.prompt_ids`.
+    """
+    if chat:
+        roles = ("user", "assistant")
+        return prompt_ids(pair.tokenizer, [{"role": roles[i % 2], "content": text}
+                                           for i, text in enumerate(said)], thinking)
+    if len(said) > 1:
+        raise ValueError("a prompt of several turns needs a chat template: this is plain text")
+    return pair.encode(said[0])
+
+
+def spec_bench(asked: Sequence[tuple[int, Prompt, Run]], decoder: str) -> list[dict[str, Any]]:
+    """Runs in Spec-Bench's record format: one record per prompt, one entry per turn.
+
+    Args:
+        asked: (number of the prompt, prompt, run), turns of one prompt one after the other.
+        decoder: stands as model_id. Plain greedy's accept lengths are all 1.
+    """
+    records: dict[int, dict[str, Any]] = {}
+    for number, prompt, run in asked:
+        g = run.generation
+        record = records.setdefault(number, {
+            "question_id": number, "category": prompt.kind,
+            "answer_id": hashlib.sha256(f"{decoder}/{number}".encode()).hexdigest()[:22],
+            "model_id": decoder, "tstamp": time.time(), "choices": [{
+                "index": 0, "turns": [], "decoding_steps": [], "new_tokens": [], "wall_time": [],
+                "accept_lengths": []}]})
+        choice = record["choices"][0]
+        choice["turns"].append(g.tokens)
+        choice["decoding_steps"].append(g.target_forwards)
+        choice["new_tokens"].append(len(g.tokens))
+        choice["wall_time"].append(g.seconds)
+        choice["accept_lengths"] += [len(r.emitted) for r in g.rounds]
+    return list(records.values())
+
+
+def write_spec_bench(
+    folder: Path | str, taken: Sequence[tuple[int, Prompt, dict[str, Run]]], pair: Pair
+) -> None:
+    """One file per decoder, FOLDER/name.jsonl, with the answers as text."""
+    for name in taken[0][2]:
+        records = spec_bench([(i, prompt, runs[name]) for i, prompt, runs in taken], name)
+        for record in records:
+            for choice in record["choices"]:
+                choice["turns"] = [pair.decode(tokens) for tokens in choice["turns"]]
+        lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
+        write_atomically(Path(folder) / f"{name}.jsonl",
+                         lambda part, lines=lines: part.write_text(lines, encoding="utf-8"))
 
 
 def yes(identical: bool | None) -> str:
@@ -339,6 +439,10 @@ def text(report: Mapping[str, Any]) -> str:
     if "draft_flatness" in report:
         times = "  ".join(f"B={size}: {ms:.2f} ms" for size, ms in report["draft_ms"].items())
         lines.append(f"one draft   {times}   T(16) / T(4) = {report['draft_flatness']:.2f}")
+    for name, r in report.get("ratios", {}).items():
+        low, high = r["quartiles"]
+        lines.append(f"seconds per token, {name}: {r['median']:.2f}"
+                     f" (half of the prompts {low:.2f} to {high:.2f})")
     s = report["setting"]
     lines.append(f"{s['device']}, {s['threads']} threads, {s['dtype']}, torch {s['torch']},"
                  f" temperature {s['temperature']:g}, median of {s['repeats']}")
@@ -370,7 +474,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                         help="unseen prompts of each kind (default 4)")
     parser.add_argument("--kinds", nargs="+", default=(*KINDS, "wild"), metavar="KIND",
                         choices=(*KINDS, "wild"), help="maths code chat wild")
-    parser.add_argument("--data", metavar="FILE", help="prompts of your own, as JSONL")
+    parser.add_argument("--data", metavar="NAME", help="instead of the little world: a file of"
+                        f" yours (JSONL), {SHIPPED} (24 prompts that are here), or from the hub:"
+                        f" {', '.join(DATASETS)}")
+    parser.add_argument("--max-samples", type=int, metavar="N", help="only so many of --data")
+    parser.add_argument("--plain-text", action="store_true", help="no chat template for --data")
+    parser.add_argument("--thinking", choices=("on", "off"), help="where the template can think")
+    parser.add_argument("--decoders", nargs="+", metavar="NAME", help="of: plain, n-gram, dflash,"
+                        " hf-greedy, hf-lookup (all of these if not given), official")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="medians of so many")
@@ -378,24 +489,64 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--dtype", help="float32, bfloat16, float16; by device if not given")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--spec-bench", metavar="DIR", help="write Spec-Bench's records there")
+
+
+def chosen_decoders(
+    pair: Pair, names: Sequence[str] | None, block_sizes: Sequence[int], temperature: float
+) -> dict[str, Drafter | Outside]:
+    """Those that were asked for, plain first; without names all that can run.
+
+    Raises:
+        ValueError: an unknown name, or one that cannot run here.
+    """
+    found: dict[str, Drafter | Outside] = {**decoders(pair, block_sizes)}
+    if not temperature:
+        found |= transformers_decoders(pair.target)
+        if names is not None and "official" in names and pair.model is not None:
+            found["official"] = Official(pair.target, pair.model)
+    if names is None:
+        return found
+    kept = {PLAIN: found[PLAIN]}
+    for name in names:
+        mine = {k: v for k, v in found.items() if k == name or k.startswith(f"{name}-")}
+        if not mine:
+            raise ValueError(f"--decoders {name}: one of {', '.join(found)}"
+                             + (" (transformers' are greedy only)" if temperature else ""))
+        kept |= mine
+    return kept
 
 
 def main(args: argparse.Namespace) -> int:
     """Run `bench`."""
-    asked = read_prompts(args.data) if args.data else prompts(args.each, args.kinds, args.seed)
+    if args.data is None:
+        asked = prompts(args.each, args.kinds, args.seed)
+    else:
+        asked = load_dataset(args.data, args.max_samples)
     pair = load(args.model, args.draft, args.dtype, args.device)
+    templated = bool(getattr(pair.tokenizer, "chat_template", None))
+    chat = args.data is not None and templated and not args.plain_text
+    if not chat and any(prompt.turns for prompt in asked):
+        print("no chat template: only the first turn of each prompt is asked", file=sys.stderr)
+        asked = [prompt._replace(turns=()) for prompt in asked]
+    taken: list[tuple[int, Prompt, dict[str, Run]]] = []
 
     def progress(number: int, prompt: Prompt, runs: dict[str, Run]) -> None:
+        taken.append((number, prompt, runs))
         if sys.stderr.isatty():
             print(f"\r{number + 1} of {len(asked)} prompts", end="", file=sys.stderr)
 
-    report = measure(pair, asked, decoders(pair, args.block_size), args.max_new_tokens,
-                     args.repeats, args.temperature, args.seed, progress)
+    drafters = chosen_decoders(pair, args.decoders, args.block_size, args.temperature)
+    report = measure(pair, asked, drafters, args.max_new_tokens, args.repeats, args.temperature,
+                     args.seed, progress, chat,
+                     None if args.thinking is None else args.thinking == "on")
     if sys.stderr.isatty():
         print("\r" + " " * 30, end="\r", file=sys.stderr)
     print(text(report))
     if args.json:
         write(args.json, report)
+    if args.spec_bench:
+        write_spec_bench(args.spec_bench, taken, pair)
     return 0 if all(f["identical"] is not False for f in report["overall"].values()) else 1
 
 

@@ -121,12 +121,12 @@ def _opened(path: Path, device: str = "cpu") -> Any:
 
 def fill(
     build: Callable[[], nn.Module], folder: Path, dtype: torch.dtype, device: str,
-    tied: bool = False,
+    tied: bool = False, pass_over: Iterable[str] = (),
 ) -> Any:
     """Build a module without memory, then give it the folder's tensors, one at a time.
 
     No second copy of the weights is ever held. `tied` says that `lm_head.weight` is the embedding,
-    whether or not the file holds it once more.
+    whether or not the file holds it once more. `pass_over` names tensors that are not this model's.
 
     Raises:
         ValueError: tensors are missing, unknown, misshapen or not finite.
@@ -134,7 +134,7 @@ def fill(
     with torch.device("meta"):
         model = build()
     wanted = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-    places = tensor_files(folder)
+    places = {k: v for k, v in tensor_files(folder).items() if k not in set(pass_over)}
     twin = ("lm_head.weight", "model.embed_tokens.weight")
     if tied:
         wanted.pop(twin[0])
@@ -234,16 +234,20 @@ def save_target(
     tied = ("lm_head.weight",) if c.tie_word_embeddings else ()
     write_tensors(target, folder, kept, tied, shard_bytes)
     write_json(folder / "generation_config.json", {"eos_token_id": eos, "do_sample": False})
-    write_json(folder / CONFIG, {
+    write_json(folder / CONFIG, target_config(c, kept) | {"eos_token_id": eos})
+
+
+def target_config(c: Qwen3Config, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of a target, as transformers spells it."""
+    return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        **_layer_keys(c, kept),
+        **_layer_keys(c, dtype),
         "num_hidden_layers": c.num_hidden_layers,
         "vocab_size": c.vocab_size,
         "max_position_embeddings": c.max_position_embeddings,
         "tie_word_embeddings": c.tie_word_embeddings,
-        "eos_token_id": eos,
-    })
+    }
 
 
 def _layer_keys(c: Any, dtype: torch.dtype) -> dict[str, Any]:
@@ -442,12 +446,13 @@ def load_drafter(
     from minidflash.kit import speculators
 
     folder, raw = Path(folder), read_json(Path(folder) / CONFIG)
+    borrowed: tuple[str, ...] = ()
     with _blame(folder):
         if speculators.is_speculators(raw):
-            raw = speculators.zlab_from(raw, num_target_layers)
+            raw, borrowed = speculators.zlab_from(raw, num_target_layers), speculators.BORROWED
         config = drafter_config(raw)
     kind = PublishedModel if isinstance(config, PublishedConfig) else DraftModel
-    return fill(lambda: kind(config), folder, dtype_named(dtype), device)
+    return fill(lambda: kind(config), folder, dtype_named(dtype), device, pass_over=borrowed)
 
 
 def save_drafter(

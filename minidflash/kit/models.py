@@ -81,7 +81,7 @@ def load(
     """
     dtype = default_dtype(device) if dtype is None else dtype
     tiny = str(name) == "tiny"
-    folder = _target_folder(name)
+    folder = target_folder(name)
     drafts = find(draft) if draft is not None else shipped("dflash") if tiny else None
     target = read_target(folder, dtype, device)
     model = None if drafts is None else checkpoint.load_drafter(
@@ -100,7 +100,7 @@ def load_target(
     Raises:
         ValueError: see `load`.
     """
-    folder = _target_folder(name)
+    folder = target_folder(name)
     dtype = default_dtype(device) if dtype is None else dtype
     return read_target(folder, dtype, device), load_tokenizer(folder)
 
@@ -119,7 +119,12 @@ def read_target(folder: Path, dtype: torch.dtype | str, device: str) -> Any:
     return load_hf(folder, checkpoint.dtype_named(dtype), device)
 
 
-def _target_folder(name: str | Path) -> Path:
+def target_folder(name: str | Path) -> Path:
+    """Where a target lies: shipped, a folder, or a downloaded hub id.
+
+    Raises:
+        ValueError: see `shipped` and `find`.
+    """
     return shipped("target") if str(name) == "tiny" else find(name)
 
 

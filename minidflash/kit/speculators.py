@@ -27,6 +27,9 @@ from minidflash.kit import checkpoint
 from minidflash.kit.published import PublishedConfig
 
 VERSION = "0.9.0"  # of speculators, whose reading code this was written after
+# Copies of the target's own tensors that older files hold; with one vocabulary they are not needed.
+BORROWED = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight",
+            "verifier_norm.weight")
 TOP = frozenset(
     "architectures speculators_model_type speculators_version speculators_config block_size"
     " transformer_layer_config draft_vocab_size target_hidden_size aux_hidden_state_layer_ids"
