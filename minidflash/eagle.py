@@ -89,7 +89,7 @@ class EagleModel(DecoderLayer):
     # exercise 9.6
     def loss(self, embed, head, ids, features, last, wanted, steps=7, decay=0.8, v=0.0, p=1.0):
         """Sums of w * loss and w, and counts; `last` [R S W] makes laws. EAGLE-1: 1, 1, 1, 0.1."""
-        parts, first = [], max(0, int(wanted.any(0).int().argmax()) - 2)
+        parts, first = [], max(0, int(wanted.any(0).int().argmax()) - steps - 1)
         for k, hidden in enumerate(self.unroll(embed, ids, features, steps, first)):
             # Row i of step k is asked for token i + k + 2: mask and law move along (case F9).
             valid = nn.functional.pad(wanted, (0, k + 2))[:, -hidden.shape[1] :]
