@@ -43,7 +43,16 @@ notebooks-build: $(VENV)/.ready-notebooks  ## write the executed notebooks
 
 docs: $(VENV)/.ready-docs $(MATHJAX)  ## the site, in build/site
 	$(PY) -m sphinx -W --keep-going -q -b html -c docs . build/site
+	$(PY) tests/site_check.py build/site
 	@echo "open build/site/index.html"
+
+# The wheel is made from the source archive, so that both are known to be whole.
+wheel: $(VENV)/.ready-run  ## the package as files to install elsewhere, in dist
+	rm -rf dist
+	$(PY) -m pip install -q --upgrade --target build/backend 'setuptools>=77'
+	PYTHONPATH=build/backend $(PY) -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' >build/sdist.log
+	$(PY) -m pip wheel -q --no-deps -w dist dist/*.tar.gz
+	@ls -l dist
 
 bench: $(VENV)/.ready-run  ## the same prompts through every decoder
 	$(PY) -m minidflash bench

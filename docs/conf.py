@@ -4,19 +4,24 @@ The source folder is the repository itself, so that chapters and notebooks keep 
 sphinx-build -c docs . build/site
 """
 
+import sys
 from pathlib import Path
 
 import docutils.core
 import docutils.nodes
 
-from minidflash.kit import spec, start
+from minidflash.kit import start
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pages import results, specification  # noqa: E402
 
 project = "minidflash"
 author = "the minidflash authors"
 root_doc = "docs/index"
 include_patterns = ["docs/**", "tutorial/**", "notebooks/**"]
 exclude_patterns = [".*", "build", "work", "tests", "minidflash", "runs", "**/.ipynb_checkpoints"]
-exclude_patterns += ["docs/root", "docs/_static", "docs/_generated/contents.md"]
+exclude_patterns += ["docs/root", "docs/_static", "docs/results"]
+exclude_patterns += ["docs/_generated/contents.md", "docs/_generated/results.md"]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 extensions += ["sphinx.ext.mathjax", "sphinx_design", "sphinx_copybutton"]
@@ -29,6 +34,8 @@ mathjax_path = "mathjax/tex-svg.js"  # fetched by `make docs`; the site works of
 html_theme = "furo"
 html_title = "minidflash"
 html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_favicon = "icon.svg"
 html_extra_path = ["root"]  # index.html, which leads to docs/index.html
 html_show_sourcelink = False
 html_show_sphinx = False
@@ -64,7 +71,16 @@ def keep_as_text(app, what, name, obj, options, lines):
 def write_pages(app):
     """The lists of what there is: chapters and notebooks, the specification, the rooms, the kit."""
     folder = Path(app.confdir, "_generated")
-    spec.main(["--markdown", str(folder / "spec.md")])
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.md"):
+        old.unlink()
+    made = {**specification(), "results": results()}
+    for name, text in made.items():
+        (folder / f"{name}.md").write_text(text)
+    names = sorted(name for name in made if name.startswith("tests_"))
+    (folder / "tests.md").write_text(
+        "# The tests\n\n```{toctree}\n:maxdepth: 1\n\n" + "\n".join(names) + "\n```\n"
+    )
     toctrees = []
     for caption, pattern in (("The course", "tutorial/*.md"), ("Pictures", "notebooks/*.ipynb")):
         if pages := sorted(Path(app.srcdir).glob(pattern)):
