@@ -59,7 +59,8 @@ class EagleModel(DecoderLayer):
     def forward(self, g: Float[Tensor, "R N W"], e: Float[Tensor, "R N W"],  # type: ignore
                 positions: Int[Tensor, "N"], store, mask=None) -> Float[Tensor, "R N W"]:
         """Features (fused, or own outputs) and embedded tokens to hidden rows; see room 02."""
-        cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta, g.dtype)
+        at, mask = positions.to(g.device), mask if mask is None else mask.to(g.device)
+        cos, sin = rotary(at, self.config.head_dim, self.config.rope_theta, g.dtype)
         # x = [norm(g) ; norm(e)],   h = g + attention(x),   out = h + MLP(norm(h))   (eq. 09.4)
         x = torch.cat([self.hidden_norm(g), self.input_layernorm(e)], dim=-1)
         k, v = store(*self.self_attn.keys_values(x, cos, sin))
@@ -116,8 +117,7 @@ class EagleDraft(Drafter):
             raise ValueError(f"{block_size=} must be above 1, and {target.config=} {model.config}")
         self.target, self.model, self.taps, self.block_size = target, model, model.taps, block_size
 
-    def begin(self, capacity: int) -> None:
-        """An empty cache of one layer, and no feature that waits."""
+    def begin(self, capacity: int) -> None:  # noqa: D102
         c, w = self.model.config, self.model.hidden_norm.weight
         self.cache = KVCache(1, c.num_key_value_heads, c.head_dim, capacity, w.dtype, w.device)
         self.waiting = w.new_zeros(0, len(self.taps) * c.hidden_size)
