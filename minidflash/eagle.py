@@ -94,8 +94,7 @@ class EagleModel(DecoderLayer):
         for k, hidden in enumerate(self.unroll(embed, ids, features, steps, first)):
             # Row i of step k is asked for token i + k + 2: mask and law move along (case F9).
             valid = nn.functional.pad(wanted, (0, k + 2))[:, -hidden.shape[1] :]
-            ahead = nn.functional.pad(last, (0, 0, 0, k + 1))[:, -hidden.shape[1] :]
-            h, f = hidden[valid], ahead[valid]
+            h, f = hidden[valid], last.roll(-k - 1, 1)[:, -valid.shape[1] :][valid]
             guess, truth = self.logits(h, head), head(f)
             # Where the target's favourite is no word of the draft there is nothing to learn.
             best, law = truth.argmax(-1), truth.masked_fill(~self.t2d, -torch.inf).softmax(-1)
@@ -134,7 +133,8 @@ class EagleDraft(Drafter):
         features, start = torch.cat([self.waiting, features]), self.cache.length
         self.waiting, n = features[-1:], len(features) - 1
         after, at = torch.tensor(tokens[len(tokens) - n :]).long(), torch.arange(start, start + n)
-        self.step(self.model.fc(features[:-1]), after, at, self.cache, causal_mask(n, start))
+        g, e = self.model.fc(features[:-1])[None], self.target.embed(after[None])
+        self.model(g, e, at, lambda k, v: self.cache.append(0, k, v), causal_mask(n, start))
 
     # exercise 9.8
     def propose(self, anchor: int, count: int) -> Draft:
