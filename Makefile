@@ -20,7 +20,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\): *[^#]*## /make \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-22s %s\n", $$1, $$2}'
 
-demo: $(VENV)/.ready-run  ## decode four unseen prompts with and without DFlash
+# With the tests' tools, because the next thing a newcomer does is to run a spec.
+demo: $(VENV)/.ready-test  ## decode four unseen prompts with and without DFlash
 	$(PY) -m minidflash demo
 
 test: $(VENV)/.ready-test  ## the executable specification
@@ -85,6 +86,7 @@ $(VENV)/.ready-%: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "minidflash needs Python 3.11, 3.12 or 3.13: make PYTHON=/path/to/python ..."; exit 1; }
 	@if test -e $(VENV)/.installing || ! $(PY) -c 'import pip' 2>/dev/null; then $(PYTHON) -m venv --clear $(VENV); fi
 	@touch $(VENV)/.installing
+	@echo "filling $(VENV) with pinned versions: some minutes, once"
 	$(PY) -m pip install -q -c constraints.txt -e '.$(EXTRAS_$*)'
 	$(if $(ALONE_$*),$(PY) -m pip install -q -c constraints.txt --no-deps $(ALONE_$*))
 	@rm $(VENV)/.installing
