@@ -338,12 +338,15 @@ def test_transformers_stands_in_the_report(pair):
 def test_the_official_package_beside_ours(pair):
     """The authors' package runs on the same tensors, writes the same tokens, and is compared prompt
     by prompt."""
-    drafters = bench.chosen_decoders(pair, ["dflash", "hf-greedy", "official"], (), 0.0)
+    names = ["dflash", "hf-greedy", "fast", "official"]
+    drafters = bench.chosen_decoders(pair, names, (), 0.0)
     asked = [Prompt("maths", "1 + 1"), Prompt("maths", "Question: 3 + 4?")]
     found = bench.measure(pair, asked, drafters, 8, 1)
     assert found["overall"]["official"]["identical"] is True
     assert found["overall"]["official"]["tokens"] == found["overall"]["plain"]["tokens"]
-    assert list(found["ratios"]) == ["dflash / official", "plain / hf-greedy"]
+    assert found["overall"]["fast"]["tau"] == found["overall"]["dflash"]["tau"]
+    assert list(found["ratios"]) == [
+        "dflash / official", "fast / official", "fast / dflash", "plain / hf-greedy"]
     assert all(r["decode_median"] > 0 for r in found["ratios"].values())
     mine = drafters["official"].draft.fc.weight
     assert mine.data_ptr() == pair.model.fc.weight.data_ptr()

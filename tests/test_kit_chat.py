@@ -3,7 +3,13 @@
 import pytest
 import transformers as hf
 
-from minidflash.kit.chat import Settings, masked_conversation, prompt_ids, settings_of
+from minidflash.kit.chat import (
+    Settings,
+    masked_conversation,
+    other_habits,
+    prompt_ids,
+    settings_of,
+)
 from minidflash.kit.tokenizer import load_tokenizer
 
 # Shaped as Qwen3's: roles between markers, thoughts switched off by an empty stretch, which the
@@ -95,6 +101,17 @@ def test_thinking_is_never_assumed(template, thinking, message):
     """Where a template can think you must say whether; where it cannot you must not (case F18)."""
     with pytest.raises(ValueError, match=message):
         prompt_ids(words(template), TALK[:1], thinking)
+
+
+def test_a_drafter_trained_in_another_way_is_told(tmp_path):
+    """Where a drafter's recipe says that it was trained with thinking off, using it with thinking
+    on gives a warning; in the same way, or where nothing is said, none (case F18)."""
+    assert other_habits(tmp_path, True) is None
+    (tmp_path / "recipe.json").write_text('{"thinking": false}')
+    assert "trained with thinking off, and thinking is on now" in other_habits(tmp_path, True)
+    assert other_habits(tmp_path, False) is None
+    (tmp_path / "recipe.json").write_text('{"scores": {}}')
+    assert other_habits(tmp_path, True) is None
 
 
 @pytest.mark.parametrize("talk, message", [

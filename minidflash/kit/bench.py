@@ -24,6 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from minidflash.kit.chat import prompt_ids
 from minidflash.kit.corpus import wild_prompts
 from minidflash.kit.datasets import DATASETS, SHIPPED, Prompt, load_dataset
 from minidflash.kit.datasets import read_prompts as read_prompts
+from minidflash.kit.fast import Fast
 from minidflash.kit.models import Pair, load
 from minidflash.kit.outside import Official, Outside, transformers_decoders
 from minidflash.kit.store import write_atomically
@@ -349,7 +351,8 @@ def measure(
     }
     report["ratios"] = {
         f"{mine} / {theirs}": ratios(runs, mine, theirs)
-        for mine, theirs in (("dflash", "official"), (PLAIN, "hf-greedy"))
+        for mine, theirs in (
+            ("dflash", "official"), ("fast", "official"), ("fast", "dflash"), (PLAIN, "hf-greedy"))
         if mine in drafters and theirs in drafters
     }
     if pair.model is not None:
@@ -409,8 +412,11 @@ def write_spec_bench(
             for choice in record["choices"]:
                 choice["turns"] = [pair.decode(tokens) for tokens in choice["turns"]]
         lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
-        write_atomically(Path(folder) / f"{name}.jsonl",
-                         lambda part, lines=lines: part.write_text(lines, encoding="utf-8"))
+        write_atomically(Path(folder) / f"{name}.jsonl", partial(_write_lines, lines))
+
+
+def _write_lines(lines: str, path: Path) -> None:
+    path.write_text(lines, encoding="utf-8")
 
 
 def yes(identical: bool | None) -> str:
@@ -481,7 +487,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plain-text", action="store_true", help="no chat template for --data")
     parser.add_argument("--thinking", choices=("on", "off"), help="where the template can think")
     parser.add_argument("--decoders", nargs="+", metavar="NAME", help="of: plain, n-gram, dflash,"
-                        " hf-greedy, hf-lookup (all of these if not given), official")
+                        " hf-greedy, hf-lookup (all of these if not given), fast, official")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="medians of so many")
@@ -503,8 +509,10 @@ def chosen_decoders(
     found: dict[str, Drafter | Outside] = {**decoders(pair, block_sizes)}
     if not temperature:
         found |= transformers_decoders(pair.target)
-        if names is not None and "official" in names and pair.model is not None:
-            found["official"] = Official(pair.target, pair.model)
+        # Two more on request: this house's own with fewer launches, and the authors'.
+        for name, kind in (("fast", Fast), ("official", Official)):
+            if name in (names or ()) and pair.model is not None:
+                found[name] = kind(pair.target, pair.model)
     if names is None:
         return found
     kept = {PLAIN: found[PLAIN]}

@@ -146,6 +146,24 @@ def _span(
     return start, end + len(closing)
 
 
+def other_habits(drafter: Path | str, enable_thinking: bool | None) -> str | None:
+    """A warning if a drafter was trained in the other way of thinking, as its recipe.json says.
+
+    Such a drafter still leads to the target's own words; it only guesses them more seldom.
+    """
+    path = Path(drafter) / "recipe.json"
+    if not path.exists():
+        return None
+    from minidflash.kit.checkpoint import read_json
+
+    trained = read_json(path).get("thinking")
+    if trained is None or trained == enable_thinking:
+        return None
+    words = {True: "on", False: "off", None: "not said"}
+    return (f"{drafter} was trained with thinking {words[trained]}, and thinking is"
+            f" {words[enable_thinking]} now: fewer of its guesses will be kept")
+
+
 # --------------------------------------------------------------------------------------------------
 # settings
 

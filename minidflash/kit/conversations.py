@@ -328,7 +328,7 @@ def drafter_of(target: Any, recipe: Recipe, mask_token_id: int, seed: int) -> Dr
         num_attention_heads=heads, num_key_value_heads=c.num_key_value_heads,
         head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
         rms_norm_eps=c.rms_norm_eps,
-        rope_theta=float(rope.get("rope_theta") or getattr(c, "rope_theta", 1e6)),
+        rope_theta=float(rope.get("rope_theta") or getattr(c, "rope_theta", None) or 1e6),
         num_hidden_layers=recipe.layers, block_size=recipe.block_size, mask_token_id=mask_token_id,
         target_layer_ids=tuple(tap_layers(target.config.num_hidden_layers, recipe.taps)),
         num_target_layers=target.config.num_hidden_layers,
@@ -415,7 +415,8 @@ class Rows:
         n = int(torch.randperm(len(self.documents), generator=dice)[place])
         if self.store is not None:
             row = pad([self.store[n]])
-            return tuple(x.to(self.device) for x in (row.ids, row.features, row.loss_mask))
+            return (row.ids.to(self.device), row.features.to(self.device),
+                    row.loss_mask.to(self.device))
         ids, mask = (torch.tensor([side], device=self.device) for side in self.documents[n])
         return ids, read_features(self.target, ids, self.taps).float(), mask
 

@@ -197,7 +197,7 @@ def generate(
         generator = torch.Generator().manual_seed(seed)
     stops = set_by.stop_ids if eos_token_id is None else eos_token_id
     stops = (stops,) if isinstance(stops, int) else tuple(stops)
-    cuts = {"top_k": set_by.top_k if top_k is None else top_k,
+    cuts: dict[str, Any] = {"top_k": set_by.top_k if top_k is None else top_k,
             "top_p": set_by.top_p if top_p is None else top_p}
     check_request(target, prompt, budget, stops)
     watch = _Watcher(_drafter(target, draft, block_size), prompt,
