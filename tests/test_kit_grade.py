@@ -78,6 +78,20 @@ def toy(tmp_path, monkeypatch):
     return run
 
 
+def test_hidden_tests_count_as_well(toy, tmp_path):
+    """A spec of the same name in tests/hidden/ is run too, and its marks count."""
+    hidden = tmp_path / "tests/hidden"
+    hidden.mkdir()
+    (hidden / "__init__.py").write_text("")
+    (hidden / "test_99_toy.py").write_text(
+        'import pytest\n\n@pytest.mark.exercise("99.1")\ndef test_double_of_three(room):\n'
+        '    """Double of three is six."""\n    assert room.double(3) == 6\n'
+    )
+    scores, messages = toy(ROOM.replace("return 2 * x", "return 4"))
+    assert scores == [0, 1] and messages[0].startswith("Double of three is six.")
+    assert toy(ROOM)[0] == [1, 1]
+
+
 def test_the_reference_gets_full_marks(toy):
     """The reference passes every exercise; a test without a mark takes nothing away."""
     assert toy(ROOM) == ([1, 1], ["", ""])

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import re
 
 import pairs
 import pytest
@@ -99,6 +100,20 @@ def test_a_token_without_a_draft_has_no_mark(words):
     stream.round(Round([], 0, words.encode("b"), 0.0, 0.0))
     stream.end()
     assert out.getvalue() == "ab\n"
+
+
+def test_a_terminal_breaks_lines_between_words(words, monkeypatch):
+    """On a terminal no word is cut at the right edge, and a file gets the text as it is."""
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = "Question: what is broken between its words?\nThis."
+    seen, file = Terminal(), io.StringIO()
+    for out in (seen, file):
+        show.Stream(words, out).prompt(text)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", seen.getvalue())
+    assert plain.splitlines() == ["Question: what is", "broken between its", "words?", "This."]
+    assert file.getvalue() == text
 
 
 @pytest.mark.parametrize("setting, value", [("NO_COLOR", "1"), ("TERM", "dumb")])

@@ -75,7 +75,8 @@ def run(
         print(f"\n--- {prompt.kind} {'-' * (75 - len(prompt.kind))}", file=out)
         wrote = watch(pair, prompt, room, out)
         shown = " ".join(map(str, wrote))
-        print(f"[tokens per round: {shown if len(shown) < 60 else shown[:56] + ' ...'}]", file=out)
+        shown = shown if len(shown) < 60 else shown[:56].rpartition(" ")[0] + " ..."
+        print(f"[tokens per round: {shown}]", file=out)
         runs.append(bench.compare(pair, ids, {"plain": plain, "dflash": dflash}, room, repeats))
         lookup += speculate(pair.target, control, ids, room, pair.stop_ids).rounds
     entries = [entry(bench.figures([one["dflash"]])) for one in runs]

@@ -1,8 +1,9 @@
 """Marks in: runs each spec on a student's rooms and gives one mark per exercise.
 
 ``python -m minidflash grade work/`` prints a table and writes ``results.json``. An exercise is
-passed when every test that marks it passes. The student's code runs in processes of its own, under
-a time limit, but with your rights: grade strangers' work in a container.
+passed when every test that marks it passes, those of ``tests/hidden/`` included. The student's code
+runs in processes of its own, under a time limit, but with your rights: grade strangers' work in a
+container.
 """
 
 import argparse
@@ -75,7 +76,9 @@ def grade_room(
         message = f"{folder}/{name}.py does not exist; python -m minidflash start {name} makes it"
         return [Mark(f"exercise {e.label}: {e.name}", 0, 1, message) for e in found]
     spec = spec_path(rooms()[name], name)
-    outcomes = examine([spec], folder, seconds, test_seconds)
+    hidden = spec.parent / "hidden" / spec.name  # a teacher's own tests, never published
+    specs = [spec, hidden] if hidden.exists() else [spec]
+    outcomes = examine(specs, folder, seconds, test_seconds)
     return [mark(exercise, outcomes) for exercise in found]
 
 

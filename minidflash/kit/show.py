@@ -13,6 +13,8 @@ matplotlib is imported only when something is drawn: streaming to a terminal doe
 import base64
 import io
 import os
+import re
+import shutil
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -548,6 +550,29 @@ LEGEND = "  ".join(
 )
 
 
+class Fold:
+    r"""Breaks what is written piece by piece into lines of at most `width`, between words.
+
+    >>> fold = Fold(12)
+    >>> fold.put("draft and"), fold.put(" verify"), fold.put("\nok")
+    ('draft and', '\nverify', '\nok')
+    """
+
+    def __init__(self, width: int):
+        self.width, self.column = width, 0
+
+    def put(self, text: str) -> str:
+        """The same text, with a line end before each word that would not fit."""
+        out = []
+        for word in re.findall(r"\n| *[^ \n]+| +", text):
+            if self.column and word != "\n" and self.column + len(word) > self.width:
+                out.append("\n")
+                self.column, word = 0, word.removeprefix(" ")
+            out.append(word)
+            self.column = 0 if word == "\n" else self.column + len(word)
+        return "".join(out)
+
+
 class Stream:
     """Writes a generation while it is made: give `stream.round` to `speculate` as `on_round`.
 
@@ -569,15 +594,19 @@ class Stream:
         self.out = sys.stdout if out is None else out
         self.colour = wants_colour(self.out) if colour is None else colour
         self.words, self.most, self.count = Detokenizer(tokenizer), most_rejected, 0
+        # On a coloured terminal lines are broken between words; elsewhere the text stays as it is.
+        wide = self.colour and getattr(self.out, "isatty", lambda: False)()
+        self.fold = Fold(shutil.get_terminal_size().columns) if wide else None
 
     def _write(self, text: str, fate: str | None) -> None:
         if text:
-            glyph = GLYPHS[fate] if fate else ""
-            self.out.write(paint(glyph + text, fate) if self.colour else text)
+            shown = (GLYPHS[fate] if fate else "") + text
+            shown = self.fold.put(shown) if self.fold else shown
+            self.out.write(paint(shown, fate) if self.colour else text)
 
     def prompt(self, text: str) -> None:
         """Write the prompt, in grey."""
-        self.out.write(paint(text, "prompt") if self.colour else text)
+        self._write(text, "prompt")
         self.out.flush()
 
     def watch(self, drafter: Drafter) -> Drafter:
