@@ -46,8 +46,8 @@ def generate(args: argparse.Namespace) -> int:
 
     from minidflash.greedy import check_request
     from minidflash.kit import show
-    from minidflash.kit.chat import prompt_ids
-    from minidflash.kit.models import load
+    from minidflash.kit.chat import other_habits, prompt_ids
+    from minidflash.kit.models import find, load
     from minidflash.speculate import Drafter, NGramDrafter, NoDrafter, speculate
     from minidflash.verify import cut_tail, token_law
 
@@ -66,6 +66,8 @@ def generate(args: argparse.Namespace) -> int:
             talk.insert(0, {"role": "system", "content": args.system})
         thinking = None if args.thinking is None else args.thinking == "on"
         prompt, text = prompt_ids(pair.tokenizer, talk, thinking), args.text + "\n\n"
+        if args.draft and not by_name and (note := other_habits(find(args.draft), thinking)):
+            print(f"minidflash: {note}", file=sys.stderr)
     else:
         if args.thinking is not None or args.system is not None:
             raise ValueError("--thinking and --system need --chat")

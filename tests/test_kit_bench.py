@@ -354,9 +354,10 @@ def test_the_official_package_beside_ours(pair):
 
 def test_ratios_by_hand():
     """A ratio is seconds per token of one over the other's: 0.42 s against 0.8 s for the same
-    tokens, and 0.32 against 0.7 without the prefill."""
-    runs = [{"a": Run(FAST, True, PLAIN), "b": Run(PLAIN, True, PLAIN)}]
+    tokens, 0.32 against 0.7 without the prefill, 0.2 against 0.5 of the processor."""
+    runs = [{"a": Run(FAST, True, PLAIN, 0.2), "b": Run(PLAIN, True, PLAIN, 0.5)}]
     found = bench.ratios(runs, "a", "b")
+    assert found["cpu_median"] == pytest.approx(0.2 / 0.5)
     assert found["median"] == pytest.approx(0.42 / 0.8)
     assert found["decode_median"] == pytest.approx(0.32 / 0.7)
     assert found["quartiles"] == [found["median"]] * 2

@@ -77,6 +77,7 @@ class Run(NamedTuple):
     generation: Generation
     identical: bool | None  # to plain greedy; None at temperature > 0
     plain: Generation
+    cpu_seconds: float = 0.0  # of this process, the median of the repeats; blind to other processes
 
     @property
     def rest_seconds(self) -> float:
@@ -115,21 +116,25 @@ def compare(
     if temperature and any(isinstance(d, Outside) for d in drafters.values()):
         raise ValueError(f"temperature={temperature}: transformers' decoders are greedy here")
     runs: dict[str, list[Generation]] = {name: [] for name in drafters}
+    busy: dict[str, list[float]] = {name: [] for name in drafters}
     for _ in range(repeats):
         for name, drafter in drafters.items():
             dice = torch.Generator().manual_seed(seed) if temperature else None
+            begin = time.process_time()
             if isinstance(drafter, Outside):
                 runs[name].append(drafter.run(prompt, max_new_tokens, pair.stop_ids))
-                continue
-            runs[name].append(speculate(
-                pair.target, drafter, prompt, max_new_tokens, pair.stop_ids, temperature, dice
-            ))
+            else:
+                runs[name].append(speculate(
+                    pair.target, drafter, prompt, max_new_tokens, pair.stop_ids, temperature, dice
+                ))
+            busy[name].append(time.process_time() - begin)
     picked = {name: sorted(found, key=lambda g: g.seconds)[len(found) // 2]
               for name, found in runs.items()}
     truth = runs[PLAIN][0].tokens
     same = {name: None if temperature else all(g.tokens == truth for g in found)
             for name, found in runs.items()}
-    return {name: Run(g, same[name], picked[PLAIN]) for name, g in picked.items()}
+    return {name: Run(g, same[name], picked[PLAIN], statistics.median(busy[name]))
+            for name, g in picked.items()}
 
 
 def figures(runs: Sequence[Run]) -> dict[str, Any]:
@@ -184,12 +189,16 @@ def ratios(runs: Sequence[Mapping[str, Run]], mine: str, theirs: str) -> dict[st
     """Seconds per token of one decoder over another's, prompt by prompt; below 1 `mine` is faster.
 
     Both ran in turns on the same weights, so a busy machine slows both. `decode` leaves the prefill
-    out.
+    out. `cpu` counts the seconds of this process alone, prefill included: the steadier figure on a
+    busy machine.
     """
-    whole, decode = [], []
+    whole, decode, cpu = [], [], []
     for run in runs:
         a, b = run[mine].generation, run[theirs].generation
         whole.append((a.seconds / len(a.tokens)) / (b.seconds / len(b.tokens)))
+        if run[theirs].cpu_seconds:
+            cpu.append((run[mine].cpu_seconds / len(a.tokens))
+                       / (run[theirs].cpu_seconds / len(b.tokens)))
         if len(a.tokens) > 1 and len(b.tokens) > 1:
             decode.append(((a.seconds - a.prefill_seconds) / (len(a.tokens) - 1))
                           / ((b.seconds - b.prefill_seconds) / (len(b.tokens) - 1)))
@@ -197,6 +206,8 @@ def ratios(runs: Sequence[Mapping[str, Run]], mine: str, theirs: str) -> dict[st
     if decode:
         found |= {"decode_median": statistics.median(decode),
                   "decode_quartiles": quartiles(decode)}
+    if cpu:
+        found |= {"cpu_median": statistics.median(cpu), "cpu_quartiles": quartiles(cpu)}
     return found
 
 
@@ -498,6 +509,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spec-bench", metavar="DIR", help="write Spec-Bench's records there")
 
 
+def check_counts(args: argparse.Namespace) -> None:
+    """Refuse numbers with which nothing would be measured, before any work.
+
+    Raises:
+        ValueError: one is below 1.
+    """
+    for name in ("each", "repeats", "max_new_tokens", "max_samples"):
+        if (value := getattr(args, name, None)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be 1 or more")
+
+
 def chosen_decoders(
     pair: Pair, names: Sequence[str] | None, block_sizes: Sequence[int], temperature: float
 ) -> dict[str, Drafter | Outside]:
@@ -527,6 +549,7 @@ def chosen_decoders(
 
 def main(args: argparse.Namespace) -> int:
     """Run `bench`."""
+    check_counts(args)
     if args.data is None:
         asked = prompts(args.each, args.kinds, args.seed)
     else:
