@@ -21,7 +21,7 @@ root_doc = "docs/index"
 include_patterns = ["docs/**", "tutorial/**", "notebooks/**"]
 exclude_patterns = [".*", "build", "work", "tests", "minidflash", "runs", "**/.ipynb_checkpoints"]
 exclude_patterns += ["docs/root", "docs/_static", "docs/results"]
-exclude_patterns += ["docs/_generated/contents.md", "docs/_generated/results.md"]
+exclude_patterns += [f"docs/_generated/{name}.md" for name in ("contents", "more", "results")]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 extensions += ["sphinx.ext.mathjax", "sphinx_design", "sphinx_copybutton"]
@@ -88,6 +88,11 @@ def write_pages(app):
             names = "\n".join(f"/{page.parent.name}/{page.stem}" for page in pages)
             toctrees.append(f"```{{toctree}}\n:caption: {caption}\n:maxdepth: 1\n\n{names}\n```\n")
     (folder / "contents.md").write_text("\n".join(toctrees))
+    listed = Path(app.confdir, "index.md").read_text().split()
+    more = sorted(p.stem for p in Path(app.confdir).glob("*.md") if p.stem not in listed)
+    rest = "\n".join(f"/docs/{name}" for name in more if name != "index")
+    tree = f"```{{toctree}}\n:caption: More\n:maxdepth: 1\n\n{rest}\n```\n"
+    (folder / "more.md").write_text(tree if rest else "")
     plan = start.rooms().items()
     built = {n: number for n, number in plan if (start.PACKAGE / f"{n}.py").exists()}
     kit = [p.stem for p in sorted((start.PACKAGE / "kit").glob("*.py")) if p.stem != "__init__"]

@@ -1,6 +1,7 @@
 """docs/: what the pages name exists, and what they list is complete."""
 
 import ast
+import functools
 import importlib.util
 import json
 import re
@@ -25,6 +26,7 @@ def pages():
     return module
 
 
+@functools.cache
 def equations() -> dict[str, list[str]]:
     """Rows of docs/equations.md: label -> [what, paper, function, tests]."""
     rows = {}
@@ -83,6 +85,7 @@ def test_every_equation_of_a_room_is_listed_with_its_function_and_its_tests(name
         assert set(named) <= tests, f"(eq. {label}) names {sorted(set(named) - tests)}"
 
 
+@functools.cache
 def all_tests() -> set[str]:
     texts = [p.read_text() for p in (HOUSE / "tests").rglob("*.py")]
     return {name for text in texts for name in re.findall(r"^ *def (test_\w+)", text, re.M)}
@@ -180,3 +183,53 @@ def test_the_specification_leads_to_its_tests(pages):
             target = f"spec-{number}-{test.replace('_', '-')}"
             assert f"[{one.text}](#{target})" in made["spec"], one.test
             assert f"({target})=" in page and f"def {test}(" in page, one.test
+
+
+# ---------------------------------------------------------------------- the check of the site
+
+
+@pytest.fixture(scope="module")
+def check():
+    """tests/site_check.py, which `make docs` runs on the finished site."""
+    found = importlib.util.spec_from_file_location("site_check", HOUSE / "tests/site_check.py")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_a_dead_link_is_found(check, tmp_path):
+    """A link to a missing page, or to a missing place on a page, is named; others are not."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/index.html").write_text('<p id="here"></p><a href="../b.html#there">x</a>')
+    (tmp_path / "b.html").write_text(
+        '<a href="a/#here">x</a><a href="a/index.html#gone">x</a><img src="no.png">'
+        '<a href="https://example.org/no">x</a><a href="#top">x</a><i id="there"></i>'
+    )
+    assert check.dead_links(tmp_path) == [
+        "b.html: a/index.html#gone names no place", "b.html: no.png is not there",
+    ]  # fmt: skip
+
+
+def test_a_browsers_complaints_are_heard(check):
+    """Console errors, exceptions and requests to other machines are complaints; the rest is not."""
+    base = "http://127.0.0.1:1/"
+
+    def happens(method, **params):
+        return {"method": method, "params": params}
+
+    def asks(url):
+        return happens("Network.requestWillBeSent", request={"url": url})
+
+    events = [
+        asks(f"{base}a.css"), asks("data:image/png;x"), asks("https://cdn.example.org/mathjax.js"),
+        happens("Log.entryAdded", entry={"level": "warning", "text": "calm"}),
+        happens("Log.entryAdded", entry={"level": "error", "text": "404", "url": "x"}),
+        happens("Runtime.consoleAPICalled", type="error", args=[{"value": "no"}]),
+        happens("Runtime.consoleAPICalled", type="log", args=[{"value": "yes"}]),
+        happens("Runtime.exceptionThrown", exceptionDetails={"text": "Uncaught"}),
+        happens("Page.loadEventFired"),
+    ]  # fmt: skip
+    assert check.complaints(events, base) == [
+        "a request leaves the machine: https://cdn.example.org/mathjax.js",
+        "console: 404 x", "console: no", "exception: Uncaught",
+    ]  # fmt: skip
