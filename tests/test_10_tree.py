@@ -218,6 +218,8 @@ def test_the_best_four_of_a_hand_made_tree(room):
     )
     assert room.rerank(tree, scores, 2) == ([9, 1, 3], [-1, 0, 1]), ".6 and .42: A and A1, not B"
     assert room.rerank(tree, scores, 0) == ([9], [-1]), "the anchor always stays"
+    shifted = room.rerank(room.Tree([9, 1, 2, 3], [-1, 0, 0, 2]), [0.0, -3.0, -1.0, -2.0], 2)
+    assert shifted == ([9, 2, 3], [-1, 0, 1]), "without node 1, node 2 is number 1, 3's parent"
     assert room.rerank(tree, scores, 99) == tree, "no more than there is"
     assert len(tree.tokens) == 7, "the tree that was given is left alone"
 
@@ -704,6 +706,7 @@ def test_the_cache_holds_the_settled_text_and_nothing_else(room):
     drafter = with_room(room, Scripted(target, make))
     run = room.speculate_tree(target, drafter, prompt, 9,
                               on_round=lambda r: lengths.append(target.cache.length))  # fmt: skip
+    assert len(lengths) == len(run.rounds), "on_round is called once for every round"
     written = [1 + sum(len(r.emitted) for r in run.rounds[: i + 1]) for i in range(len(lengths))]
     assert lengths == [len(prompt) + w - 1 for w in written], "all but the newest token are cached"
     used, settled = target.cache, [*prompt, *run.tokens[:-1]]
