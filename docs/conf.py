@@ -43,7 +43,7 @@ html_show_sphinx = False
 napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "undoc-members": False, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 autodoc_mock_imports = ["pytest"]  # the site is built without the test tools
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
@@ -66,6 +66,12 @@ def keep_as_text(app, what, name, obj, options, lines):
     """Show those as they stand, after napoleon has read the sections of the others."""
     if name in misread:
         lines[:] = ["::", "", *("    " + line for line in misread[name]), ""]
+    elif what == "module":  # what a room uses and gives: a line each, as in the file
+        heads, inside = ("Uses ", "Gives ", "Knows ", "Axes "), False
+        for n, line in enumerate(lines):
+            head = line.startswith(heads)
+            inside = head or (inside and bool(line.strip()))
+            lines[n] = f"| {line}" if head else f"  {line.strip()}" if inside else line
 
 
 def write_pages(app):
