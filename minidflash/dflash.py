@@ -34,6 +34,9 @@ class DFlashDrafter(Drafter):
         self.block_size = c.block_size if block_size is None else block_size
         if self.block_size < 2:
             raise ValueError(f"block_size={block_size} must be at least 2: anchor and a guess")
+        if self.block_size > t.max_position_embeddings:
+            raise ValueError(f"block_size={self.block_size} is more than the target's "
+                             f"{t.max_position_embeddings} positions")
         self.target, self.model, self.taps = target, model, tuple(c.target_layer_ids)
 
     def begin(self, capacity: int) -> None:

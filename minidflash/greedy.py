@@ -26,10 +26,10 @@ def check_request(target: Any, prompt: Any, max_new_tokens: int, stop_ids: Any) 
     if not isinstance(stop_ids, Collection):
         raise ValueError(f"stop_ids={stop_ids!r} must be a collection of token ids, such as [7]")
     for name, ids in (("prompt", prompt), ("stop_ids", stop_ids)):
-        if odd := [x for x in ids if not isinstance(x, int) or not 0 <= x < rows]:
+        if odd := [x for x in ids if type(x) is not int or not 0 <= x < rows]:
             raise ValueError(f"{name} holds {odd[0]!r}; a token id is 0 .. {rows - 1}")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be 0 or more")
+    if type(max_new_tokens) is not int or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be 0 or more, and whole")
     if len(prompt) + max_new_tokens > positions:
         raise ValueError(
             f"prompt ({len(prompt)}) + max_new_tokens ({max_new_tokens}) = "

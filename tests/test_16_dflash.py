@@ -284,6 +284,27 @@ def test_above_temperature_zero_the_law_is_the_targets(room, seed, temperature):
 
 
 @pytest.mark.exercise("16.1", "16.2", "16.3")
+@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.7}])
+def test_top_k_and_top_p_reach_the_target(room, cut):
+    """With top-k or top-p the output's law is that of the target with its tail cut."""
+    target, model = pair(2, block_size=3, vocab=3)
+
+    def law(text):
+        p = target.forward(torch.tensor([text]))[0][0, -1].softmax(-1).tolist()
+        ranks = sorted(range(3), key=lambda x: -p[x])
+        stay = ranks[: cut.get("top_k", 3)]
+        while len(stay) > 1 and sum(p[x] for x in stay[:-1]) >= cut.get("top_p", 1.0):
+            stay.pop()
+        return [p[x] / sum(p[y] for y in stay) if x in stay else 0.0 for x in range(3)]
+
+    found = law_of(lambda g: tuple(room.generate(
+        target, model, [1], 3, temperature=1.0, generator=g, **cut).tokens))  # fmt: skip
+    truth = target_law(law, [1], 3)
+    gap = max(abs(found.get(text, 0) - truth.get(text, 0)) for text in {*found, *truth})
+    assert gap < 1e-5, f"off by {gap:.2g}"
+
+
+@pytest.mark.exercise("16.1", "16.2", "16.3")
 def test_a_seed_decides_everything(room):
     """Equal seeds give equal texts, and at temperature 0 the seed does not matter."""
     # case B12
@@ -335,7 +356,10 @@ def test_without_a_word_the_block_is_the_trained_one(room):
 
 @pytest.mark.parametrize("request_, message", [
     ({"prompt": []}, "prompt"),  # case A9
+    ({"prompt": [[1], [2]]}, r"one flat list of token ids \(batch 1\)"),  # case J2
     ({"prompt": [9]}, "prompt holds 9"),
+    ({"top_k": -1}, "top_k=-1"),
+    ({"block_size": 40000}, "block_size=40000 is more than the target's 32768 positions"),
     ({"stop_ids": [6]}, "stop_ids holds 6"),
 ])  # fmt: skip
 def test_a_bad_request_is_refused_before_any_work(room, request_, message):
