@@ -47,7 +47,7 @@ def random_head(target, seed=0, taps=(1, 3), t2d=None):
 
 
 def test_a_warm_start_computes_what_the_layer_did(target):
-    """Begun as layer 4, the head turns what enters that layer into what leaves it, for any token."""
+    """Begun as layer 4, the head turns what enters layer 4 into what leaves it, for any token."""
     model = recipes_eagle.new_eagle(target, (1, 3), warm=4).eval()
     ids = torch.tensor([[5, 6, 7, 8]])
     states = target.hidden_states(ids)
