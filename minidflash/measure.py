@@ -107,7 +107,7 @@ def break_even(plain: float, draft: float, verify: float) -> float:
 
 
 def speedup(tau: float, plain: float, draft: float, verify: float) -> float:
-    """How many times as fast as plain decoding, once the prefill is over (DFlash, eq. 1 and 2)."""
+    """How many times as fast as plain decoding, once the prefill is over (DFlash, eq. 1 to 3)."""
     # speed-up = T_plain / ((T_draft + T_verify) / tau) = tau / tau*                 (eq. 18.7)
     return tau / break_even(plain, draft, verify)
 

@@ -254,14 +254,21 @@ def test_a_gpu_is_timed_by_its_own_clock(monkeypatch):
 
 
 def test_a_prediction_is_the_cost_model_beside_the_measurement(monkeypatch):
-    """Only tau comes from decoding; the times come from random weights, before and after it."""
-    turns = iter([{"plain": 0.010, "draft": 0.003, "verify": 0.012},
-                  {"plain": 0.012, "draft": 0.005, "verify": 0.014}])  # fmt: skip
+    """Only tau comes from decoding; the times are medians over turns taken after every prompt."""
+    clock = iter([9, 1, 11, 11, 99] * 2)
     figures = {"dflash": {"tau": 4.25, "speedup_decode": 2.5}}
-    monkeypatch.setattr(latency, "take_turns", lambda calls, repeats: next(turns))
-    monkeypatch.setattr(bench, "measure", lambda pair, asked, drafters, n, repeats: {
-        "setting": {}, "by_kind": {"code": figures}, "overall": figures} | (
-            {} if set(drafters) == {"plain", "dflash"} else pytest.fail(f"{list(drafters)}")))
+
+    def turn(calls, repeats, warm_up):
+        t = next(clock) / 1e3
+        return {"plain": t, "draft": t - 0.007, "verify": t + 0.002}
+
+    def measure(pair, asked, drafters, max_new_tokens, repeats, on_prompt):
+        assert set(drafters) == {"plain", "dflash"}
+        on_prompt(0, asked[0], {}), on_prompt(1, asked[1], {})
+        return {"setting": {}, "by_kind": {"code": figures}, "overall": figures}
+
+    monkeypatch.setattr(latency, "take_turns", turn)
+    monkeypatch.setattr(bench, "measure", measure)
     found = latency.predict(each=1)
     assert found["plain_ms"] == pytest.approx(11) and found["draft_ms"] == pytest.approx(4)
     assert found["break_even"] == pytest.approx(17 / 11)
