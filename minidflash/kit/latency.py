@@ -160,8 +160,10 @@ def needed(s: Shape, p: Plan, dtype: torch.dtype) -> dict[str, int]:
     spots = max(max(p.contexts), max(p.batches) * p.base) + max(p.batches) * tokens
     cache = spots * (position_size(c, c.num_hidden_layers) + position_size(draft, deepest))
     rows = max(p.batches) * max(tokens if len(p.batches) == 1 else 0, s.draft.block_size)
-    # Logits, the MLP's middle, and keys and values once per query head, where SDPA repeats them.
-    work = rows * (2 * c.vocab_size + 3 * c.intermediate_size)
+    # Logits, the MLP's middle, every layer's output (room 02 keeps them); and twice the keys and
+    # values of one layer, once per query head, as where SDPA repeats them.
+    work = rows * (2 * c.vocab_size + 3 * c.intermediate_size
+                   + (c.num_hidden_layers + 1) * c.hidden_size)
     work += 2 * 2 * spots * c.num_attention_heads * c.head_dim
     return {"weights": weights * size, "cache": cache * size, "work": work * size}
 
