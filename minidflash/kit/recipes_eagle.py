@@ -20,7 +20,7 @@ from minidflash.cache import CachedQwen3
 from minidflash.eagle import EagleDraft, EagleModel, eagle_taps
 from minidflash.kit import models
 from minidflash.kit.answers import world_prompts
-from minidflash.kit.eagle import save_eagle
+from minidflash.kit.eagle import load_eagle, save_eagle
 from minidflash.kit.recipes import (
     TextWithFeatures,
     drafter_text,
@@ -107,7 +107,8 @@ def acceptance(
 def train_eagle(
     directory: Path, target: CachedQwen3, tokenizer: Any, *, steps: int, lr: float = 2.5e-3,
     batch: int = 16, taps: Sequence[int] | None = None, unrolled: int = 7, warm: int | None = 21,
-    block_size: int = 8, text: Path | None = None, world: int = 3000, wild: int = 1500,
+    block_size: int = 8, start: Path | None = None, text: Path | None = None, world: int = 3000,
+    wild: int = 1500,
     temperatures: Sequence[float] = (0.0, 0.8, 0.0, 0.5), seed: int = 0, bf16: bool = False,
     measure_every: int = 100, **settings: Any,
 ) -> EagleModel:
@@ -124,6 +125,7 @@ def train_eagle(
         unrolled: steps of the training-time test; 1 is plain teacher forcing.
         warm: the target's layer to begin as; None begins at random.
         block_size: of the drafts whose acceptance is measured, anchor included.
+        start: a head whose weights are the beginning, instead of a warm or a cold start.
         text: a directory with `text.*.jsonl`; none: the target writes `world` documents of each
             kind and `wild` pieces, at `temperatures`.
         world: see text.
@@ -138,6 +140,11 @@ def train_eagle(
     rows = read_text(text) if text else drafter_text(
         target, tokenizer, world, wild, temperatures, seed, directory)
     model = new_eagle(target, taps, warm, seed)
+    if start is not None:
+        head = load_eagle(start)
+        if head.taps != model.taps:
+            raise ValueError(f"start={start} reads the layers {head.taps}, not {model.taps}")
+        model.load_state_dict(head.state_dict())
     read = (*model.taps, target.config.num_hidden_layers - 1)  # the last is what the head reads
     # Each process has rows of its own, so that no features are computed twice.
     data = TextWithFeatures(target, rows[rank::ranks], read, batch, seed)
@@ -166,6 +173,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--unrolled", type=int, default=7, help="steps of the training-time test")
     parser.add_argument("--warm", type=int, default=21, help="the target's layer to begin as")
     parser.add_argument("--cold", action="store_true", help="random start instead")
+    parser.add_argument("--from-weights", type=Path, dest="start", metavar="DIR",
+                        help="go on from this head")
     parser.add_argument("--block-size", type=int, default=8, help="measured with: anchor + guesses")
     parser.add_argument("--world", type=int, default=3000, help="without --text: per kind")
     parser.add_argument("--wild", type=int, default=1500, help="without --text: pieces")
