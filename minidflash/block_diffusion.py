@@ -79,8 +79,8 @@ def block_bound(logits: Float[Tensor, "R n V"], clean: Int[Tensor, "R n"],
     # sum_b 1/t_b sum_{i in block b, hidden} -log p(x_i | noisy b, clean before b)  (eq. 06.5)
     level = t.repeat_interleave(size, dim=1)[:, : clean.shape[1]]
     # To room 05 every token is a row of its own, with its block's t.
-    rows = (x.flatten(0, 1)[:, None] for x in (logits, clean, hidden))
-    return bound(*rows, level.flatten()).view_as(hidden)
+    each, token, out = (x.flatten(0, 1)[:, None] for x in (logits, clean, hidden))
+    return bound(each, token, out, level.flatten()).view_as(hidden)
 
 
 def hit_time(t: float, hidden: int, u: float) -> float:
