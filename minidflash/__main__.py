@@ -146,7 +146,7 @@ def describe(name: str, folder: Any, recipe: dict[str, Any]) -> None:
 
 def parser() -> Parser:
     """Every command and option; train, start and grade have parsers of their own."""
-    from minidflash.kit import bench, demo, latency, speculators
+    from minidflash.kit import bench, demo, duel, latency, speculators
 
     top = Parser(prog="python -m minidflash", description="DFlash, built up from what leads to it.")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -178,10 +178,11 @@ def parser() -> Parser:
     one.add_argument("--stats", action="store_true", help="figures, on standard error")
     command("info", "Versions, device, the shipped models and their scores.", info)
     bench.arguments(command("bench", "The same prompts through every decoder.", bench.main))
+    duel.arguments(command("duel", "EAGLE's chains and trees against DFlash.", duel.main))
     latency.arguments(command("latency", "Time a pair's forwards by its shape.", latency.main))
     speculators.arguments(command("export", "A drafter's folder in another format, such as vLLM's.",
                                   speculators.export))
-    for name, help in (("train", "Train a shipped model again."),
+    for name, help in (("train", "Train a shipped model again, or a drafter on your own --data."),
                        ("start", "Write a room's exercises into work/."),
                        ("grade", "Mark the exercises in work/.")):
         commands.add_parser(name, help=help, add_help=False)

@@ -249,7 +249,7 @@ def test_plain_greedy_is_transformers_generate(found, data):
 @example([0], 6, None)
 @example([0, 1, 0, 1], 12, 3)
 @given(st.lists(st.integers(0, 1023), min_size=1, max_size=8), st.integers(1, 12), st.none())
-@settings(max_examples=3)
+@settings(max_examples=1)
 def test_the_shipped_target_is_transformers_generate(shipped, prompt, budget, lookup):
     """On the shipped target, greedy and by prompt lookup, transformers writes our tokens."""
     pair, their_target, _ = shipped

@@ -14,6 +14,10 @@ The tensors and their names are z-lab's; only config.json differs:
 What the format cannot say, or says in another sense, is refused: a tap at the target's last layer
 (the server reads what *enters* a layer), sliding layers (the window is counted from the anchor
 there, from each slot in z-lab's), scales, caps, and causal layers.
+
+Tried once, by hand: speculators 0.9.0 reads such a config.json and builds its own model, which
+takes every tensor of the file and lacks only those that it copies from the target. Not tried: a
+server.
 """
 
 from collections.abc import Mapping
