@@ -11,9 +11,9 @@ A drafter eleven tensors per layer, and `fc.weight`, `hidden_norm.weight`, `norm
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         raise ValueError(f"{path.parent} is no model folder: {path.name} is missing") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path} must hold a JSON object")
@@ -103,7 +103,10 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         places = read_json(folder / INDEX).get("weight_map")
         if not isinstance(places, dict):
             raise ValueError(f"{folder / INDEX} has no weight_map")
-        if gone := sorted({str(f) for f in places.values() if not (folder / f).exists()}):
+        files = {str(f) for f in places.values()}
+        if odd := sorted(f for f in files if not f.endswith(".safetensors") or Path(f).name != f):
+            raise ValueError(f"{folder / INDEX} names {odd[0]!r}, which is no file of this folder")
+        if gone := sorted(f for f in files if not (folder / f).exists()):
             raise ValueError(f"{folder} lacks the shard {gone[0]} that its index names")
         return {name: folder / file for name, file in places.items()}
     if not (folder / WEIGHTS).exists():
@@ -121,18 +124,31 @@ def _opened(path: Path, device: str = "cpu") -> Any:
 
 def fill(
     build: Callable[[], nn.Module], folder: Path, dtype: torch.dtype, device: str,
-    tied: bool = False, pass_over: Iterable[str] = (),
+    tied: bool = False, pass_over: Iterable[str] = (), depth: int = 0,
 ) -> Any:
     """Build a module without memory, then give it the folder's tensors, one at a time.
 
     No second copy of the weights is ever held. `tied` says that `lm_head.weight` is the embedding,
     whether or not the file holds it once more. `pass_over` names tensors that are not this model's.
+    `depth` is how many layers `build` will make: a file with fewer tensors is refused before that.
 
     Raises:
-        ValueError: tensors are missing, unknown, misshapen or not finite.
+        ValueError: the device cannot be used, no such model can be built, or tensors are missing,
+            unknown, misshapen or not finite.
     """
-    with torch.device("meta"):
-        model = build()
+    if depth > len(tensor_files(folder)):
+        raise ValueError(f"{folder / CONFIG}: num_hidden_layers={depth} is more than there are"
+                         f" tensors ({len(tensor_files(folder))})")
+    try:
+        with torch.device("meta"):
+            model = build()
+    except RuntimeError as error:  # sizes whose product no number holds
+        raise ValueError(f"{folder / CONFIG}: no model has these sizes: {error}") from None
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).split("\n")[0]
+        raise ValueError(f"device={str(device)!r} cannot be used here: {why}") from None
     wanted = {name: tuple(p.shape) for name, p in model.state_dict().items()}
     places = {k: v for k, v in tensor_files(folder).items() if k not in set(pass_over)}
     twin = ("lm_head.weight", "model.embed_tokens.weight")
@@ -191,19 +207,34 @@ def write_tensors(
         if shard_bytes is not None and held and held + tensor.nbytes > shard_bytes:
             shards.append({})
         shards[-1][name] = tensor
-    # Nothing was touched so far. From here until the new config.json the folder holds no model.
-    (folder / CONFIG).unlink(missing_ok=True)
     names = [WEIGHTS] if len(shards) == 1 else [
         f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    for file, shard in zip(names, shards, strict=True):
-        write_atomically(folder / file, partial(save_file, shard, metadata={"format": "pt"}))
-    if len(shards) > 1:
-        total = sum(t.nbytes for t in tensors.values())
-        places = {name: f for f, shard in zip(names, shards, strict=True) for name in shard}
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    # All bytes first, beside the old ones: a full disk, or Ctrl-C, leaves the old model as it was.
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = [*names, *([INDEX] if len(shards) > 1 else [])]
+    parts = [folder / f"{name}.part" for name in kept]
+    try:
+        for part, shard in zip(parts, shards, strict=False):
+            save_file(shard, part, metadata={"format": "pt"})
+        if len(shards) > 1:
+            total = sum(t.nbytes for t in tensors.values())
+            places = {name: f for f, shard in zip(names, shards, strict=True) for name in shard}
+            about = {"metadata": {"total_size": total}, "weight_map": places}
+            parts[-1].write_text(json.dumps(about, indent=2) + "\n")
+        for part in parts:
+            with part.open("rb+") as written:
+                os.fsync(written.fileno())
+    except BaseException:
+        for part in parts:
+            part.unlink(missing_ok=True)
+        raise
+    # From here until the new config.json the folder holds no model.
+    (folder / CONFIG).unlink(missing_ok=True)
+    for part, name in zip(parts, kept, strict=True):
+        os.replace(part, folder / name)
     # What an earlier model left behind would be read instead of, or beside, the new one.
-    stale = {WEIGHTS, INDEX, *(p.name for p in folder.glob("model-*-of-*.safetensors"))}
-    for file in stale - set(names) - ({INDEX} if len(shards) > 1 else set()):
+    stale = {WEIGHTS, INDEX, *(p.name for p in folder.glob("model-*-of-*.safetensors*"))}
+    for file in stale - set(kept):
         (folder / file).unlink(missing_ok=True)
 
 
@@ -280,11 +311,12 @@ def load_target(
     """
     folder, raw = Path(folder), read_json(Path(folder) / CONFIG)
     with _blame(folder):
+        check_types(raw)
         check_rotary(raw)
         config = Qwen3Config.from_hf(raw)
         check_layer_types(raw)
     return fill(lambda: CachedQwen3(config), folder, dtype_named(dtype), device,
-                config.tie_word_embeddings)
+                config.tie_word_embeddings, depth=config.num_hidden_layers)
 
 
 def read_stop_ids(folder: Path | str) -> tuple[int, ...]:
@@ -292,8 +324,12 @@ def read_stop_ids(folder: Path | str) -> tuple[int, ...]:
     for name in ("generation_config.json", CONFIG):
         if (Path(folder) / name).exists():
             found = read_json(Path(folder) / name).get("eos_token_id")
+            ids = found if isinstance(found, list) else [] if found is None else [found]
+            if odd := [x for x in ids if type(x) is not int or x < 0]:
+                raise ValueError(f"{Path(folder) / name}: eos_token_id holds {odd[0]!r},"
+                                 " which is no token id")
             if found is not None:
-                return tuple(found) if isinstance(found, list) else (int(found),)
+                return tuple(ids)
     return ()
 
 
@@ -310,6 +346,39 @@ class _blame:
         if isinstance(error, ValueError | TypeError):
             why = "a value has the wrong type: " if isinstance(error, TypeError) else ""
             raise ValueError(f"{self.folder / CONFIG}: {why}{error}") from None
+
+
+WHOLE = (*(name for name in SIZES if name not in ("rms_norm_eps", "attention_bias")),
+         "num_hidden_layers", "vocab_size", "max_position_embeddings", "num_target_layers",
+         "block_size")
+REAL = ("rms_norm_eps", "rope_theta")
+
+
+def check_types(raw: Mapping[str, Any]) -> None:
+    """Refuse a value of another type, or of a size that nothing has, before anything is built.
+
+    Raises:
+        ValueError: there is one; its key is named.
+    """
+    nested = raw.get("rope_parameters")
+    for name, kind in (("rope_parameters", dict), ("rope_scaling", dict), ("layer_types", list),
+                       ("dflash_config", dict), ("tie_word_embeddings", bool),
+                       ("attention_bias", bool), ("architectures", list)):
+        if not isinstance(raw.get(name), kind | None):
+            raise ValueError(f"{name}={raw[name]!r} has the wrong type: {kind.__name__} is due")
+    for place in (raw, raw.get("dflash_config") or {}, nested or {}):
+        for name in {*WHOLE, "mask_token_id"} & place.keys():
+            value, least = place[name], int(name != "mask_token_id")
+            if value is not None and not (type(value) is int and least <= value < 2**31):
+                raise ValueError(f"{name}={value!r} has the wrong type or size:"
+                                 f" a whole number, {least} or more, is due")
+        for name in set(REAL) & place.keys():
+            value = place[name]
+            if value is not None and not (type(value) in (int, float) and 0 < value < 1e30):
+                raise ValueError(f"{name}={value!r} must be above 0 and finite")
+        taps = place.get("target_layer_ids") or []
+        if not isinstance(taps, list) or any(type(tap) is not int for tap in taps):
+            raise ValueError(f"target_layer_ids={taps!r} has the wrong type: a list of layers")
 
 
 def check_rotary(raw: Mapping[str, Any]) -> None:
@@ -353,6 +422,7 @@ def drafter_config(raw: Mapping[str, Any]) -> DrafterConfig:
     Raises:
         ValueError: a key is missing, unknown, contradicting, or asks for what is not computed here.
     """
+    check_types(raw)
     own = raw.get("dflash_config") or {}
     needed = {*SIZES, "num_hidden_layers", "num_target_layers", "vocab_size"}
     second = sorted(name for name in SECOND if name in own or name in raw)
@@ -393,9 +463,9 @@ def drafter_config(raw: Mapping[str, Any]) -> DrafterConfig:
     # A cap of 0 means none.
     scales["final_logit_softcapping"] = scales["final_logit_softcapping"] or None
     windows, causal = sight(raw)
+    said: dict[str, Any] = {k: float(v) for k, v in scales.items() if v is not None}
     config = PublishedConfig(
-        **{name: raw[name] for name in SIZES},
-        **{name: float(value) for name, value in scales.items() if value is not None},
+        **{name: raw[name] for name in SIZES}, **said,
         rope_theta=read_rope_theta(dict(raw)),
         num_hidden_layers=raw["num_hidden_layers"],
         num_target_layers=raw["num_target_layers"],
@@ -452,7 +522,8 @@ def load_drafter(
             raw, borrowed = speculators.zlab_from(raw, num_target_layers), speculators.BORROWED
         config = drafter_config(raw)
     kind = PublishedModel if isinstance(config, PublishedConfig) else DraftModel
-    return fill(lambda: kind(config), folder, dtype_named(dtype), device, pass_over=borrowed)
+    return fill(lambda: kind(config), folder, dtype_named(dtype), device, pass_over=borrowed,
+                depth=config.num_hidden_layers)
 
 
 def save_drafter(

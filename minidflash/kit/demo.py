@@ -116,6 +116,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `demo`; the exit status is 1 if any output differs."""
+    bench.check_counts(args)
     figures = run(load(args.model, args.draft), args.seed, args.max_new_tokens, args.repeats)
     if args.json:
         bench.write(args.json, figures)

@@ -43,6 +43,7 @@ TINY = Qwen3Config(
     hidden_size=128, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2,
     head_dim=32, vocab_size=1024, num_hidden_layers=24, max_position_embeddings=1024,
 )
+MAY_BE_0 = ("seed", "world", "wild", "taps", "warm", "scored")
 SHARES = {"maths": 0.33, "code": 0.33, "chat": 0.16, "wild": 0.18}
 
 
@@ -358,7 +359,21 @@ def write_scores(directory: Path, recipe: dict[str, Any], scores: dict[str, Any]
     versions = {"torch": torch.__version__, "threads": torch.get_num_threads(),
                 "device": "cpu", "date": time.strftime("%Y-%m-%d")}
     text = json.dumps({"recipe": recipe, "scores": scores, "made_with": versions}, indent=2)
-    (directory / "recipe.json").write_text(text + "\n")
+    write_atomically(directory / "recipe.json", lambda path: path.write_text(text + "\n"))
+
+
+def _refuse_senseless(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    """Numbers that no run can begin with are an error of the command line, before any work."""
+    for name, value in vars(parsed).items():
+        least = 1e-9 if name == "lr" else float(name not in MAY_BE_0)
+        for number in value if isinstance(value, list) else [value]:
+            counts = isinstance(number, int | float) and not isinstance(number, bool)
+            if counts and not least <= number < 2**63:
+                option = name.replace("_", "-")
+                parser.error(f"argument --{option}: {number} must be {least:g} or more")
+    steps, depths = getattr(parsed, "steps", None), getattr(parsed, "depths", None)
+    if depths and len(steps) != len(depths):
+        parser.error(f"--steps has {len(steps)} numbers, --depths {len(depths)}: one per depth")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -399,6 +414,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (module, help) in others.items():
         module.arguments(kinds.add_parser(name, help=help))
     parsed = parser.parse_args(argv)
+    _refuse_senseless(kinds.choices[parsed.what], parsed)
     if parsed.what in others:
         return others[parsed.what][0].run(parsed)
     args = vars(parsed)

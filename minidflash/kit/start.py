@@ -148,7 +148,12 @@ def start(name: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.py"
     with path.open("x") as file:  # "x" refuses to overwrite
-        file.write(blank(source))
+        try:
+            file.write(blank(source))
+            file.flush()
+        except BaseException:  # half a stub would never be written again
+            path.unlink()
+            raise
     return path
 
 
