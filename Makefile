@@ -14,7 +14,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help demo test gate spec lab notebooks notebooks-build docs bench lint gpu clean
+.PHONY: help demo test gate spec lab notebooks notebooks-build docs wheel bench lint gpu mutants clean
 .DEFAULT_GOAL := help
 
 help:            ## this list
@@ -67,6 +67,9 @@ gpu: $(VENV)/.ready-test  ## the kernel on a CUDA machine: right, then how fast
 	TRITON_INTERPRET=0 $(PY) -m pytest -q tests/gpu/kernel_on_gpu.py
 	$(PY) -m minidflash.kit.bench_kernel
 	$(PY) -m minidflash latency --random-weights Qwen3-4B --device cuda --json docs/results
+
+mutants: $(VENV)/.ready-test  ## small mistakes, made by machine: which does a spec not notice?
+	$(PY) -m minidflash.kit.mutate verify loss anchors
 
 clean:           ## remove what make made (not work/)
 	rm -rf $(VENV) build docs/_generated docs/_static/mathjax .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

@@ -84,7 +84,7 @@ class Variants:
         return True
 
     def run(self, session, variant: dict, folder: Path) -> None:
-        """Run the tests that mark one exercise on one variant, up to the first failure."""
+        """Run the tests that mark one exercise ("*": all) on one variant, to the first failure."""
         (folder / f"{self.job['room']}.py").write_text(variant["source"])
         session.config.option.rooms = str(folder)
         sys.modules["work"].__path__ = [str(folder)]
@@ -92,7 +92,8 @@ class Variants:
         chosen = [
             item
             for item in session.items
-            if any(variant["exercise"] in mark.args for mark in item.iter_markers("exercise"))
+            if variant["exercise"] == "*"
+            or any(variant["exercise"] in mark.args for mark in item.iter_markers("exercise"))
         ]
         for item, following in zip(chosen, [*chosen[1:], None], strict=False):
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
