@@ -154,7 +154,7 @@ def test_a_report_has_every_point_of_the_plan(report):
         (*x, 3, 9) for x in batch]  # fmt: skip
     assert all(r["ms"] > 0 and r["floor_ms"] >= 0 for r in report["rows"])
     assert report["copy_GB_per_s"] > 0 and report["matmul_TFLOP_per_s"] > 0
-    for name in ("device", "dtype", "threads", "torch", "python", "date", "capability"):
+    for name in ("device", "dtype", "threads", "torch", "date", "capability", "load_average"):
         assert name in report["setting"]
     json.dumps(report)
     assert max(map(len, latency.text(report).splitlines())) <= 80

@@ -326,8 +326,13 @@ def setting(device: str, dtype: torch.dtype) -> dict[str, Any]:
         "machine": platform.machine(), "system": platform.system(),
         "python": platform.python_version(), "torch": torch.__version__,
         "cuda": torch.version.cuda if gpu else None,
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": datetime.now(UTC).date().isoformat(), "load_average": load_average(),
     }
+
+
+def load_average() -> float | None:
+    """How many programs wanted a processor in the last minute: above the cores, distrust times."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def choose(device: str, dtype: str | None) -> torch.dtype:
@@ -459,7 +464,8 @@ def predict(each: int = 4, repeats: int = 3, max_new_tokens: int = 96) -> dict[s
     weights = models.shipped("dflash") / checkpoint.WEIGHTS
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()[:16]
     result: dict[str, Any] = {
-        "setting": found["setting"] | {"context": middle, "drafter_sha256": digest},
+        "setting": found["setting"] | {"context": middle, "drafter_sha256": digest,
+                                       "load_average": load_average()},
         "break_even": break_even(**ms),
         **{f"{key}_ms": value for key, value in ms.items()}}
     for kind, figures in [*found["by_kind"].items(), ("overall", found["overall"])]:
