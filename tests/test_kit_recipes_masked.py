@@ -185,3 +185,17 @@ def test_a_batch_that_the_processes_cannot_share_is_refused(target, tokenizer, t
     """A batch that leaves a process fewer than two rows is refused."""
     with pytest.raises(ValueError, match="batch=1 must give"):
         recipes_masked.train_masked(tmp_path, target, tokenizer, steps=1, batch=1, layers=1)
+
+
+def test_a_further_stage_begins_where_the_last_one_ended(target, tokenizer, tmp_path, monkeypatch):
+    """With `from_weights` the first step sees the weights of that folder, not the target's."""
+    other = recipes_masked.every_third_layer(target, 1)
+    other.lm_head.weight.data.fill_(0.5)
+    recipes_masked.save_masked(other, tmp_path / "one")
+    monkeypatch.setattr(recipes_masked, "fit", lambda *given: [])
+    monkeypatch.setattr(recipes_masked, "held_out_rows", lambda *given: {})
+    model = recipes_masked.train_masked(
+        tmp_path / "two", target, tokenizer, steps=1, batch=2, layers=1,
+        from_weights=tmp_path / "one",
+    )  # fmt: skip
+    assert (model.lm_head.weight == 0.5).all()

@@ -219,11 +219,13 @@ def share_right(
 def train_masked(
     directory: Path, target: Qwen3, tokenizer: Any, *, steps: int, lr: float = 2e-3,
     batch: int = 16, layers: int = 8, cold: bool = False, seed: int = 0, bf16: bool = True,
-    **settings: Any,
+    from_weights: Path | None = None, **settings: Any,
 ) -> MaskPredictor:
     """From the target's layers (or, cold, from random weights) to a model that fills in masks.
 
-    `batch` rows are shared by the processes; each gradient is their sum.
+    `batch` rows are shared by the processes; each gradient is their sum. With `from_weights` a
+    further stage begins where an earlier one ended; give it another seed, or it reads the same
+    text again.
     """
     ranks, rank = processes()
     if batch % ranks or batch // ranks < 2:
@@ -231,6 +233,8 @@ def train_masked(
     model = every_third_layer(target, layers)
     if cold:
         initialise(model, seed)
+    if from_weights is not None:
+        model.load_state_dict(load_masked(from_weights).state_dict())
     model.requires_grad_(True).train()
     data = Batches(tokenizer, steps, batch // ranks, seed, ranks, rank)
     s = TrainSettings(steps=steps, lr=lr, final_lr=0.02, seed=seed, bf16=bf16, weight_decay=0.02,
@@ -302,6 +306,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--batch", type=int, default=16, help="rows per step, over all processes")
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--from-weights", type=Path, metavar="DIR", help="go on from this model")
     parser.add_argument("--cold", action="store_true", help="random weights to start from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scored", type=int, default=40, help="documents per score; 0: no scores")
@@ -310,7 +315,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, score and write a folder that `load_masked` reads."""
     options = {k: v for k, v in vars(args).items()
-               if k in ("steps", "lr", "batch", "layers", "cold", "seed")}
+               if k in ("steps", "lr", "batch", "layers", "cold", "seed", "from_weights")}
     ranks, rank = processes()
     torch.set_num_threads(1 if ranks > 1 else torch.get_num_threads())
     target, tokenizer = models.load_target(args.target)
@@ -318,7 +323,8 @@ def run(args: argparse.Namespace) -> int:
     if rank:
         return 0
     save_masked(model, args.directory)
-    recipe = {"command": "python -m minidflash train masked", "processes": ranks, **options}
+    recipe = {"command": "python -m minidflash train masked", "processes": ranks,
+              **{k: str(v) if isinstance(v, Path) else v for k, v in options.items()}}
     write_scores(args.directory, recipe, {})
     if args.scored:
         write_scores(args.directory, recipe, scores_of(model, target, tokenizer, args.scored))
