@@ -8,6 +8,7 @@ The site's build (conf.py) calls the others.
 
 import ast
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ def said(value: Any) -> str:
         return "yes" if value else "**no**"
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-    return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
+    text = "" if value is None else str(value).replace("\n", " ")
+    return re.sub(r"([|$<\[\]])", r"\\\1", text)  # what Markdown would take for its own
 
 
 def table(head: list[str], rows: list[list[Any]]) -> list[str]:
@@ -57,14 +59,19 @@ def anything(value: Any, name: str, level: int = 4) -> list[str]:
     """Any JSON as tables: uniform rows become one table, the rest headings and lists."""
     title = [f"{'#' * min(level, 6)} {name.replace('_', ' ')}", ""] if name else []
     if is_flat(value):
-        return [*title, *table(["", ""], [[k, v] for k, v in value.items()])]
+        rows = [[k.replace("_", " "), v] for k, v in value.items()]
+        return [*title, *table(["", ""], rows)] if rows else []
     if isinstance(value, dict):
         values = list(value.values())
-        if all(is_flat(x) for x in values):
+        if level > 2 and all(is_flat(x) for x in values):
             keys = list(dict.fromkeys(k for x in values for k in x))
             rows = [[k, *(x.get(key) for key in keys)] for k, x in value.items()]
             return [*title, *table(["", *keys], rows)]
-        return [*title, *(line for k, x in value.items() for line in anything(x, k, level + 1))]
+        plain = {k: x for k, x in value.items() if not isinstance(x, dict | list)}
+        head = anything(plain, "") if plain else []
+        nested = {k: x for k, x in value.items() if k not in plain}
+        below = [line for k, x in nested.items() for line in anything(x, k, level + 1)]
+        return [*title, *head, *below]
     if isinstance(value, list) and value and all(is_flat(x) for x in value):
         keys = list(dict.fromkeys(k for x in value for k in x))
         shown = table(keys, [[x.get(key) for key in keys] for x in value[:40]])
@@ -101,8 +108,7 @@ def results(folder: Path = RESULTS) -> str:
         if "overall" in rest and all("tau" in f for f in rest["overall"].values()):
             lines += bench(rest)
             rest = {k: v for k, v in rest.items() if k not in ("overall", "by_kind", "prompts")}
-        for name, value in rest.items():
-            lines += anything(value, name, 3)
+        lines += anything(rest, "", 2) if rest else []
     return "\n".join(lines) + "\n"
 
 
