@@ -12,8 +12,10 @@ import pytest
 import torch
 import worlds
 
+from minidflash.eagle import EagleModel
 from minidflash.kit import bench, datasets, models, outside
 from minidflash.kit.bench import Prompt, Run, compare, figures
+from minidflash.kit.eagle import save_eagle
 from minidflash.kit.tokenizer import load_tokenizer
 from minidflash.kit.world import KINDS, is_held_out
 from minidflash.speculate import Generation, NoDrafter, Round, speculate
@@ -350,6 +352,17 @@ def test_the_official_package_beside_ours(pair):
     assert all(r["decode_median"] > 0 for r in found["ratios"].values())
     mine = drafters["official"].draft.fc.weight
     assert mine.data_ptr() == pair.model.fc.weight.data_ptr()
+
+
+def test_an_eagle_head_takes_its_turn(pair, tmp_path):
+    """An EAGLE head's folder makes one more decoder, whose text is plain greedy's."""
+    torch.manual_seed(0)
+    head = EagleModel(pair.target.config, (1, 2, 3)).eval().requires_grad_(False)
+    save_eagle(head, tmp_path, 4, "float32")
+    drafters = bench.chosen_decoders(pair, ["eagle"], (), 0.0, tmp_path)
+    assert list(drafters) == ["plain", "eagle"] and drafters["eagle"].block_size == 4
+    found = bench.measure(pair, [Prompt("maths", "1 + 1")], drafters, 6, 1)
+    assert found["overall"]["eagle"]["identical"] is True
 
 
 def test_ratios_by_hand():

@@ -19,6 +19,7 @@ for text, far below for loops, which flatter whatever copies.
 import argparse
 import hashlib
 import json
+import os
 import platform
 import statistics
 import sys
@@ -36,6 +37,7 @@ from minidflash.kit.corpus import wild_prompts
 from minidflash.kit.datasets import DATASETS, SHIPPED, Prompt, load_dataset
 from minidflash.kit.datasets import read_prompts as read_prompts
 from minidflash.kit.fast import Fast
+from minidflash.kit.models import SHIPPED as SHIPPED_MODELS
 from minidflash.kit.models import Pair, load
 from minidflash.kit.outside import Official, Outside, transformers_decoders
 from minidflash.kit.store import write_atomically
@@ -283,6 +285,8 @@ def setting(pair: Pair, asked: Sequence[Prompt]) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "cuda": torch.version.cuda if weight.device.type == "cuda" else None,
         "prompts_sha256": digest,
+        # How busy the machine was: processes that wanted a core, averaged over a minute.
+        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
     }
 
 
@@ -485,6 +489,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m minidflash bench`."""
     parser.add_argument("--model", default="tiny", help="tiny, a folder or a hub id")
     parser.add_argument("--draft", help="a folder or a hub id")
+    parser.add_argument("--eagle", metavar="DIR", help="an EAGLE head's folder")
     parser.add_argument("--block-size", type=int, nargs="+", default=(), metavar="B",
                         help="block sizes of DFlash to compare; the trained one if not given")
     parser.add_argument("--each", type=int, default=4, metavar="N",
@@ -498,7 +503,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plain-text", action="store_true", help="no chat template for --data")
     parser.add_argument("--thinking", choices=("on", "off"), help="where the template can think")
     parser.add_argument("--decoders", nargs="+", metavar="NAME", help="of: plain, n-gram, dflash,"
-                        " hf-greedy, hf-lookup (all of these if not given), fast, official")
+                        " eagle, hf-greedy, hf-lookup (all of these if not given), fast, official")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="medians of so many")
@@ -521,14 +526,31 @@ def check_counts(args: argparse.Namespace) -> None:
 
 
 def chosen_decoders(
-    pair: Pair, names: Sequence[str] | None, block_sizes: Sequence[int], temperature: float
+    pair: Pair, names: Sequence[str] | None, block_sizes: Sequence[int], temperature: float,
+    eagle: Path | None = None,
 ) -> dict[str, Drafter | Outside]:
     """Those that were asked for, plain first; without names all that can run.
+
+    Args:
+        pair: target and DFlash drafter.
+        names: None for all.
+        block_sizes: of DFlash.
+        temperature: transformers' decoders and the fast loop are greedy only.
+        eagle: the folder of an EAGLE head for this target.
 
     Raises:
         ValueError: an unknown name, or one that cannot run here.
     """
     found: dict[str, Drafter | Outside] = {**decoders(pair, block_sizes)}
+    if eagle is not None:
+        from minidflash.eagle import EagleDraft
+        from minidflash.kit.checkpoint import read_json
+        from minidflash.kit.eagle import load_eagle
+
+        weight = pair.target.embed(torch.tensor([[0]]))
+        head = load_eagle(eagle, weight.dtype, str(weight.device))
+        size = read_json(eagle / "config.json")["block_size"]
+        found["eagle"] = EagleDraft(pair.target, head, size)
     if not temperature:
         found |= transformers_decoders(pair.target)
         # Two more on request: this house's own with fewer launches, and the authors'.
@@ -567,7 +589,10 @@ def main(args: argparse.Namespace) -> int:
         if sys.stderr.isatty():
             print(f"\r{number + 1} of {len(asked)} prompts", end="", file=sys.stderr)
 
-    drafters = chosen_decoders(pair, args.decoders, args.block_size, args.temperature)
+    eagle = Path(args.eagle) if args.eagle else None
+    if eagle is None and args.model == "tiny" and (SHIPPED_MODELS / "eagle/config.json").exists():
+        eagle = SHIPPED_MODELS / "eagle"
+    drafters = chosen_decoders(pair, args.decoders, args.block_size, args.temperature, eagle)
     report = measure(pair, asked, drafters, args.max_new_tokens, args.repeats, args.temperature,
                      args.seed, progress, chat,
                      None if args.thinking is None else args.thinking == "on")
