@@ -350,6 +350,10 @@ def test_the_official_package_beside_ours(pair):
     assert list(found["ratios"]) == [
         "dflash / official", "fast / official", "fast / dflash", "plain / hf-greedy"]
     assert all(r["decode_median"] > 0 for r in found["ratios"].values())
+    told = bench.oracle(found)
+    assert told["ratios"]["dflash / official"]["median"] == round(
+        found["ratios"]["dflash / official"]["median"], 3)
+    assert told["decoders"]["official"]["identical"] is True and "load" in told["setting"]
     mine = drafters["official"].draft.fc.weight
     assert mine.data_ptr() == pair.model.fc.weight.data_ptr()
 
