@@ -280,6 +280,8 @@ def test_stages_of_a_training_log_are_put_end_to_end(tmp_path):
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert duel.learning(tmp_path) == [(20, 2.0), (25, 2.5), (29, 3.0)]
     assert duel.learning(tmp_path / "nowhere") == []
+    assert duel.trained(tmp_path) == {"seconds": 29}, "29 s in all, where no recipe says it"
+    assert duel.trained(tmp_path / "nowhere") == {}
 
 
 # ---------------------------------------------------------------------- folders and mistakes

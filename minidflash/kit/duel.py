@@ -257,25 +257,33 @@ def verify_times(
     return {name: 1e3 * seconds for name, seconds in take_turns(calls, repeats).items()}
 
 
-def learning(folder: Path) -> list[tuple[float, float]]:
-    """[(seconds of training, tau when decoding)] from a training log; stages are put end to end."""
-    path, found, offset, last = folder / "log.jsonl", list[tuple[float, float]](), 0.0, 0.0
+def training_log(folder: Path) -> list[tuple[float, dict[str, Any]]]:
+    """[(seconds of training so far, entry)] of `log.jsonl`; stages are put end to end."""
+    path, found, offset, last = folder / "log.jsonl", list[tuple[float, dict[str, Any]]](), 0.0, 0.0
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         row = json.loads(line)
         seconds = float(row.get("seconds", last))
         offset += last if seconds < last else 0.0
         last = seconds
-        if isinstance(row.get("tau"), int | float):
-            found.append((offset + seconds, float(row["tau"])))
+        found.append((offset + seconds, row))
     return found
 
 
+def learning(folder: Path) -> list[tuple[float, float]]:
+    """[(seconds of training, tau when decoding)], wherever the log has a tau."""
+    return [(seconds, float(row["tau"])) for seconds, row in training_log(folder)
+            if isinstance(row.get("tau"), int | float)]
+
+
 def trained(folder: Path) -> dict[str, Any]:
-    """How a drafter was made, from the `recipe.json` beside it: command and seconds, if it says."""
+    """How a drafter was made: command and seconds, from its recipe; else the seconds of its log."""
     path = folder / "recipe.json"
     raw = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    made = raw.get("recipe", {})
-    return {key: made[key] for key in ("command", "seconds", "parameters") if key in made}
+    made, log = raw.get("recipe", {}), training_log(folder)
+    kept = {key: made[key] for key in ("command", "seconds", "parameters") if key in made}
+    if "seconds" not in kept and log:
+        kept["seconds"] = round(log[-1][0])
+    return kept
 
 
 def lengths(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
