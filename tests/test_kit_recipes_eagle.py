@@ -17,8 +17,8 @@ from minidflash.cache import CachedQwen3
 from minidflash.eagle import EagleDraft, EagleModel, draft_vocabulary
 from minidflash.greedy import greedy
 from minidflash.kit import recipes, recipes_eagle
-from minidflash.kit.eagle import DrawnEagle, load_eagle, save_eagle
-from minidflash.kit.models import load_target
+from minidflash.kit.eagle import DrawnEagle, load_eagle, save_eagle, shipped_eagle
+from minidflash.kit.models import load_target, shipped
 from minidflash.kit.store import save_file
 from minidflash.kit.tokenizer import load_tokenizer
 from minidflash.qwen3 import causal_mask
@@ -93,7 +93,14 @@ def test_the_loss_reads_the_last_hidden_state_from_behind_the_taps(target):
     assert torch.allclose(target.head(features[0, :, 64:]), target.forward(ids)[0][0], atol=1e-5)
 
 
-def test_a_head_is_trained_on_text_that_lies_there(target, tmp_path):
+@pytest.fixture
+def few_prompts(monkeypatch):
+    """Acceptance is measured on two short prompts: the recipe's own twelve take long."""
+    asked = [(None, [5, 6, 7]), (None, [8, 9])]
+    monkeypatch.setattr(recipes_eagle, "world_prompts", lambda *_: asked)
+
+
+def test_a_head_is_trained_on_text_that_lies_there(target, tmp_path, few_prompts):
     """Text of an earlier run, its features, steps and the measured acceptance: the whole recipe."""
     text = tmp_path / "text"
     text.mkdir()
@@ -116,6 +123,22 @@ def test_text_that_is_not_there_is_refused(target, tmp_path):
     """A directory without text is refused before anything is trained."""
     with pytest.raises(ValueError, match="holds no text"):
         recipes_eagle.train_eagle(tmp_path, target, load_tokenizer(), steps=1, text=tmp_path)
+
+
+def test_a_run_may_go_on_from_a_head(target, tmp_path, few_prompts):
+    """A head is a beginning if it reads the same layers, and is refused if it reads others."""
+    first = random_head(target, 5, (1, 2, 3))
+    save_eagle(first, tmp_path / "head", dtype="float32")
+    rows = [{"ids": list(range(2, 14)), "prompt": 4}] * 2
+    (tmp_path / "text.0-of-1.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    options = {"steps": 1, "lr": 1e-9, "batch": 2, "unrolled": 1, "text": tmp_path, "warm": 4}
+    start = tmp_path / "head"
+    model = recipes_eagle.train_eagle(tmp_path / "a", target, load_tokenizer(), start=start,
+                                      **options)
+    assert torch.allclose(model.fc.weight, first.fc.weight, atol=1e-6)
+    with pytest.raises(ValueError, match=r"reads the layers \(1, 2, 3\), not \(1, 3\)"):
+        recipes_eagle.train_eagle(tmp_path / "b", target, load_tokenizer(), start=start,
+                                  taps=(1, 3), **options)
 
 
 def test_the_command_trains_saves_and_scores(tmp_path, monkeypatch):
@@ -199,6 +222,17 @@ def test_a_weight_that_is_not_finite_is_not_written(target, tmp_path):
     with pytest.raises(ValueError, match="fc.weight is not finite"):
         save_eagle(model, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_shipped_head_fits_the_shipped_target():
+    """The shipped head is below 1 MB, writes over 1.5 tokens a round, and the text is greedy's."""
+    assert sum(file.stat().st_size for file in shipped("eagle").iterdir()) < 1e6
+    target, tokenizer = load_target("tiny")
+    prompt = tokenizer.encode("Task: Write a function keep_odd that returns only the odd values. "
+                              "Then show keep_odd([1, 13, 14, 20]).\nPython:")
+    run = speculate(target, shipped_eagle(target), prompt, 24)
+    assert run.tokens == greedy(target, prompt, 24)
+    assert run.acceptance_length > 1.5, f"tau {run.acceptance_length}"
 
 
 # ----------------------------------------------------------------------------------- a drawn chain
