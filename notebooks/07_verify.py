@@ -267,9 +267,12 @@ for s in steps:
     q = (1 - s) * opposite + s * p
     for name, rule in rules.items():
         bend[name].append(0.5 * float((written_law(*rule(p, q)) - p).abs().sum()))
-curves({name: (steps, values) for name, values in bend.items()},
-       xlabel="how close the drafter's law q is to p  (0: opposite, 1: equal)",
-       ylabel="share of the output that is wrong", title="Three wrong rules and a right one")
+picture = curves({name: (steps, values) for name, values in bend.items()},
+                 xlabel="how close the drafter's law q is to p  (0: opposite, 1: equal)",
+                 ylabel="share of the output that is wrong",
+                 title="Three wrong rules and a right one")
+picture.figure.axes[0].set_ylim(-0.02, 0.65)  # room for the legend
+picture
 
 # %% [markdown]
 # The first rule is at its *worst* with the best drafter. At q = p every ratio is 1, so the argmax
