@@ -24,7 +24,7 @@ from minidflash.kit import show
 from minidflash.kit.answers import world_prompts
 from minidflash.kit.bench import prompts
 from minidflash.kit.eagle import DrawnEagle, shipped_eagle
-from minidflash.kit.models import load, recipe
+from minidflash.kit.models import load
 from minidflash.kit.recipes import TextWithFeatures
 from minidflash.kit.recipes_eagle import chain_loss
 from minidflash.speculate import NGramDrafter, speculate
@@ -119,12 +119,10 @@ show.mask(grid, [f"chain {n}" for n in rows],
 pair = load("tiny")
 target, dflash, tokenizer, stop_ids = pair
 head = shipped_eagle(target).model
-made = recipe("eagle")
 size = sum(p.numel() for p in head.parameters())
 other = sum(p.numel() for p in dflash.parameters())
 print(f"EAGLE: {size:,} parameters in one layer, taps {head.taps}; DFlash: {other:,} in "
       f"{len(dflash.layers)} layers, taps {dflash.config.target_layer_ids}")
-print("scores when it was made:", made["scores"])
 
 # %% tags=["volatile"]
 (asked,) = prompts(1, kinds=["code"])
@@ -358,8 +356,9 @@ for name in ("argmax", "drawn"):
 show.bars(warm, ylabel="acceptance length tau", title="Temperature 0.7, seven guesses a round")
 
 # %% [markdown]
-# *What to see.* A few dozen rounds, so only a large gap would mean something. Drawing is the better
-# of the two where the target itself is undecided, and the same where it is sure.
+# *What to see.* A few dozen rounds, so only a large gap would mean something. Neither way always
+# wins: with p = (.9, .1) and q = (.5, .5) drawing keeps .6 and the argmax, if it is the right one,
+# .9. Drawing pays when the head's law comes close to the target's and the target is undecided.
 #
 # **Try this.** Give `EagleDraft` a chain that stops when its own probability falls below 0.4. How
 # many passes does that save, and how many kept guesses does it cost?
