@@ -83,7 +83,7 @@ class Scripted(Drafter):
     def __init__(self, block_size: int, guess: Callable[[list[int], int], list[int]]):
         self.block_size, self.guess = block_size, guess
 
-    def begin(self, capacity):
+    def begin(self, capacity: int) -> None:
         """A new text."""
         self.text: list[int] = []
 
@@ -170,6 +170,7 @@ def draw_case(seed: int, number: int) -> Case:
     prompt = [dice.randrange(vocab) for _ in range(dice.randint(1, 6))]
     stops = [dice.randrange(vocab) for _ in range(dice.choice([0, 0, 1, 2]))]
     budget = dice.choice([0, 1, 2, *range(3, 25)])
+    drafter: Drafter
     if number % 1000 == 999:
         target, model = draw_models(dice, vocab)
         kind, drafter = "DFlash, random weights", DFlashDrafter(target, model, max(2, B))

@@ -371,9 +371,10 @@ def _refuse_senseless(parser: argparse.ArgumentParser, parsed: argparse.Namespac
             if counts and not least <= number < 2**63:
                 option = name.replace("_", "-")
                 parser.error(f"argument --{option}: {number} must be {least:g} or more")
-    steps, depths = getattr(parsed, "steps", None), getattr(parsed, "depths", None)
-    if depths and len(steps) != len(depths):
-        parser.error(f"--steps has {len(steps)} numbers, --depths {len(depths)}: one per depth")
+    depths = getattr(parsed, "depths", None)
+    if depths and len(parsed.steps) != len(depths):
+        parser.error(f"--steps has {len(parsed.steps)} numbers, --depths {len(depths)}:"
+                     " one per depth")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
