@@ -80,7 +80,7 @@ def expected_length(alpha: float, guesses: int) -> float:
 
 # exercise 18.4
 def constant_rate(tau: float, guesses: int) -> float:
-    """The one alpha that would explain a tau: (eq. 18.5) solved for alpha, to 12 digits.
+    """The one alpha that would explain a tau: `expected_length` solved for alpha, to 12 digits.
 
     There always is one, so it proves nothing: for another block size it may foretell nonsense.
     """
