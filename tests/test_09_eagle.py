@@ -227,6 +227,25 @@ def test_the_layer_equals_one_written_row_by_row(room, seed, rows, shared):
 
 
 @pytest.mark.exercise("9.4")
+def test_a_row_looks_at_what_store_answers(room):
+    """Row by row, with a store that answers with all rows so far, the layer gives the same rows."""
+    _, model = pair(room, 1)
+    noise = torch.Generator().manual_seed(1)
+    g, e = (torch.randn(1, 3, 8, dtype=torch.float64, generator=noise) for _ in range(2))
+    whole = model(g, e, torch.arange(3), lambda k, v: (k, v), torch.ones(3, 3).tril().bool())
+    kept = []
+
+    def store(k, v):
+        kept.append((k, v))
+        return [torch.cat(x, dim=2) for x in zip(*kept, strict=True)]
+
+    for i in range(3):
+        row = model(g[:, i : i + 1], e[:, i : i + 1], torch.tensor([i]), store)
+        gap = float((row - whole[:, i : i + 1]).detach().abs().max())
+        assert gap < CLOSE, f"row {i} is off by {gap:.2g}: what `store` answers are all its keys"
+
+
+@pytest.mark.exercise("9.4")
 def test_the_residual_stream_is_the_features(room):
     """With silent attention and MLP the layer passes on the feature, and no trace of the token."""
     _, model = pair(room, 0)
@@ -298,6 +317,16 @@ def test_a_chain_knows_nothing_of_later_features(room):
         (gradient,) = torch.autograd.grad(hidden[0, 2].sum(), features, retain_graph=True)
         moved = gradient[0].abs().sum(-1).gt(0).nonzero().flatten().tolist()
         assert moved == [0, 1, 2], f"step {k} of the chain that left row 2 read features {moved}"
+
+
+@pytest.mark.exercise("9.5")
+def test_a_later_step_teaches_the_earlier_ones(room):
+    """The gradient of a step reaches the output of the step before, which it was fed with."""
+    target, model = pair(room, 4)
+    features = torch.randn(1, 5, 16, dtype=torch.float64)
+    first, second = model.unroll(target.embed, torch.tensor([[1, 2, 3, 4, 5]]), features, 2)
+    (gradient,) = torch.autograd.grad(second[0, 2].sum(), first, allow_unused=True)
+    assert gradient is not None and gradient[0, 2].abs().sum() > 0, "step 1 was cut off step 0"
 
 
 @pytest.mark.exercise("9.5")
