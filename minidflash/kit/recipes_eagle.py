@@ -201,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
     scores = {f"tau, {size - 1} guesses": {
         f"at {t}": acceptance(target, EagleDraft(target, model, size), unseen, t)
         for t in (0.0, 0.7)} for size in (8, 16)}
-    recipe = {"command": "python -m minidflash train eagle", "target": name, **shown,
+    recipe = {"command": "python -m minidflash train eagle", "target": Path(name).name, **shown,
               "processes": ranks}
     write_scores(directory, recipe, scores)
     return 0
