@@ -156,9 +156,6 @@ def official_run(their_target, their_draft, prompt, budget, stops=()):
     return out.output_ids[0, len(prompt) :].tolist(), out.acceptance_lengths
 
 
-LONG = []  # the longest acceptance of each drawn run
-
-
 @given(pairs(), st.data())
 @settings(max_examples=40)
 def test_the_loop_is_the_official_one(found, data):
@@ -181,12 +178,6 @@ def test_the_loop_is_the_official_one(found, data):
             break
         assert mine == theirs
         written += mine
-    LONG.append(max(lengths, default=0))
-
-
-def test_long_acceptances_were_among_them():
-    """The drawn pairs include rounds that kept guesses, not rejections only."""
-    assert len(LONG) >= 40 and sum(length > 1 for length in LONG) >= 6, sorted(LONG)
 
 
 @pytest.fixture(scope="module")

@@ -471,7 +471,7 @@ def text(report: Mapping[str, Any]) -> str:
 def named_folder(word: str) -> tuple[str, Path]:
     """NAME=DIR.
 
-    >>> named_folder("dflash-1-layer=runs/one")[0]
+    >>> named_folder("dflash-1-layer=.")[0]
     'dflash-1-layer'
 
     Raises:
