@@ -101,12 +101,12 @@ def test_another_seed_other_prompts(folders):
 
 
 def test_the_shipped_pair_shows_what_dflash_is_for():
-    """On six unseen prompts the shipped drafter saves at least two of three target passes, beats
+    """On six unseen prompts the shipped drafter saves more than four of five target passes, beats
     the lookup that needs no training, changes no token, and the text is no loop."""
     pair = models.load("tiny")
     asked = bench.prompts(2)
     found = bench.measure(pair, asked, max_new_tokens=96, repeats=1)["overall"]
     assert all(f["identical"] for f in found.values())
-    assert found["dflash"]["tau"] >= 3
+    assert found["dflash"]["tau"] >= 5.5
     assert found["dflash"]["tau"] > 1.5 * found["n-gram"]["tau"]
     assert found["plain"]["distinct4"] >= 0.9
