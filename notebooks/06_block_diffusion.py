@@ -338,7 +338,7 @@ prompts = [tokenizer.encode(one.prompt) for one in tasks]
 
 
 @torch.no_grad()
-def judged(texts):
+def verdicts_of(texts):
     """The target's nats per token of continuations, over all prompts."""
     nats = []
     for begun, more in zip(prompts, texts, strict=True):
@@ -360,11 +360,11 @@ quality = {}
 for size in (1, 4, 16):
     for steps in [s for s in (1, 2, 4, 8) if s < size] + [None]:
         name = "first hitting" if steps is None else f"{steps} of {size}"
-        quality.setdefault(f"L = {size}", {})[name] = judged(written(size, steps))
+        quality.setdefault(f"L = {size}", {})[name] = verdicts_of(written(size, steps))
 print(show.table(["L", "steps", "target's nats per token"],
                  [[size, steps, f"{x:.2f}"] for size, row in quality.items()
                   for steps, x in row.items()]))
-print(f"true answers: {judged([tokenizer.encode(one.answer)[:16] for one in tasks]):.2f}")
+print(f"true answers: {verdicts_of([tokenizer.encode(one.answer)[:16] for one in tasks]):.2f}")
 
 # %% [markdown]
 # *What to see.* Within a block length, more steps cost the judge less. Short blocks are no cure for
