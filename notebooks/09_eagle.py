@@ -201,7 +201,7 @@ picture
 
 
 # %% tags=["volatile"]
-def draft_ms(drafters, repeats=15):
+def draft_ms(drafters, repeats=9):
     """Median milliseconds of `propose`, and of a `commit` of four tokens, taking turns."""
     features = target.forward(torch.tensor([ids]), None, tuple(range(24)))[1][0]
     taken = {name: [] for name in drafters}
@@ -261,7 +261,7 @@ def documents(split, count):
     return TextWithFeatures(target, rows, (*head.taps, last), 6, 0)
 
 
-taught, unseen = documents("train", 24), documents("held_out", 6)
+taught, unseen = documents("train", 16), documents("held_out", 6)
 
 
 @torch.no_grad()
@@ -272,7 +272,7 @@ def by_step(model):
     return (right / seen).tolist()
 
 
-def train_on(steps, updates=24):
+def train_on(steps, updates=16):
     """The shipped head after some more updates with so many unrolled steps."""
     model = copy.deepcopy(head).requires_grad_(True)
     s = TrainSettings(steps=updates, lr=1e-3)
@@ -288,7 +288,7 @@ accuracy = {"shipped": by_step(head), "7 steps, on": by_step(train_on(7)),
 picture = show.curves({name: (list(range(1, 8)), ys) for name, ys in accuracy.items()},
                       xlabel="guess (step of the chain + 1)",
                       ylabel="share equal to the target's choice",
-                      title="Twenty-four updates more, with and without the chain")
+                      title="Sixteen updates more, with and without the chain")
 picture.figure.axes[0].set_ylim(0, 1.02)
 picture
 
