@@ -75,15 +75,15 @@ _ = speculate(target, Talkative(target, model), ids, 24, stop_ids)
 #
 # ## 3 · How many tokens does a round write?
 #
-# Three unseen prompts of each kind. *Wild* is real Python source that was not written by the
+# Two unseen prompts of each kind. *Wild* is real Python source that was not written by the
 # little world. The control is the n-gram drafter: what a lookup can do without any training.
 
 # %% tags=["volatile"]
 WORLD, KINDS = ("maths", "code", "chat"), ("maths", "code", "chat", "wild")
-asked = {kind: [pair.encode(p.text) for p in prompts(3, kinds=[kind])] for kind in KINDS}
+asked = {kind: [pair.encode(p.text) for p in prompts(2, kinds=[kind])] for kind in KINDS}
 
 
-def answers(drafter, kind, most=3, n=64, **options):
+def answers(drafter, kind, most=2, n=64, **options):
     """Generations for the prompts of one kind."""
     return [speculate(target, drafter, ids, n, stop_ids, **options) for ids in asked[kind][:most]]
 
@@ -172,7 +172,7 @@ broken = {"right": DFlashDrafter, "one too high": Shifted, "from 0 each time": R
           "stale features": Stale}
 seen = {}
 for name, kind in broken.items():
-    runs = sum((answers(kind(target, model), k, most=2) for k in WORLD), [])
+    runs = sum((answers(kind(target, model), k, most=1) for k in WORLD), [])
     truth = sum((by_kind["DFlash"][k][:2] for k in WORLD), [])
     assert [g.tokens for g in runs] == [g.tokens for g in truth], "never another text"
     seen[name] = mean_tau(runs)
