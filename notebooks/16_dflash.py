@@ -173,7 +173,7 @@ broken = {"right": DFlashDrafter, "one too high": Shifted, "from 0 each time": R
 seen = {}
 for name, kind in broken.items():
     runs = sum((answers(kind(target, model), k, most=1) for k in WORLD), [])
-    truth = sum((by_kind["DFlash"][k][:2] for k in WORLD), [])
+    truth = sum((by_kind["DFlash"][k][:1] for k in WORLD), [])
     assert [g.tokens for g in runs] == [g.tokens for g in truth], "never another text"
     seen[name] = mean_tau(runs)
 bars(seen, ylabel="acceptance length tau", title="One mistake in the drafter's memory: same text")
