@@ -378,6 +378,7 @@ def test_any_guesses_at_any_law_leave_the_law_alone(room, data, n, B):
 @pytest.mark.exercise("8.1")
 @pytest.mark.parametrize("temperature, cut", [
     (1.0, {"top_k": 2}), (1.0, {"top_p": 0.6}), (0.5, {"top_p": 0.6}), (1.0, {"top_k": 1}),
+    (0.5, {"top_p": 0.75}), (2.0, {"top_p": 0.75}),
 ])  # fmt: skip
 @pytest.mark.parametrize("drafter", [
     FakeDrafter(lambda text, count: [1, 0, 1][:count], 3, (), 3), sampling([[0.2, 0.5, 0.3]], 2),
