@@ -105,7 +105,8 @@ def results(folder: Path = RESULTS) -> str:
             continue
         lines += setting(found)
         rest = {k: v for k, v in found.items() if k not in ("setting", "made_with")}
-        if "overall" in rest and all("tau" in f for f in rest["overall"].values()):
+        rows = rest.get("overall", {})
+        if rows and all(isinstance(f, dict) and "tau" in f for f in rows.values()):
             lines += bench(rest)
             rest = {k: v for k, v in rest.items() if k not in ("overall", "by_kind", "prompts")}
         lines += anything(rest, "", 2) if rest else []

@@ -154,6 +154,13 @@ def test_readmes_figures_come_from_the_results(pages):
     assert pages.with_figures(text) == text, "run: python docs/pages.py readme"
 
 
+def test_every_file_of_results_is_on_the_page(pages):
+    """Each JSON of docs/results has its section on the results page, whatever its shape."""
+    made = pages.results()
+    for path in DOCS.joinpath("results").glob("*.json"):
+        assert f"</docs/results/{path.name}>" in made, path.name
+
+
 def test_results_are_made_from_their_files(pages, tmp_path):
     """Any file of results becomes tables with a link to it: a bench's, a list, nested figures."""
     bench = {"tau": 4.0179, "speedup": 2.1289, "tokens_per_s": 199.43, "draft_ms": 4.2145,
