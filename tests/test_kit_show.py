@@ -262,10 +262,10 @@ def test_a_dollar_is_a_dollar(words):
     show.mask([[1]], ["$a"], ["$b$"], "$\\c$").png()
 
 
-def test_survival_counts_only_rounds_that_drafted_the_slot():
-    """Slot 1 was drafted twice and kept once; slot 2 was drafted once and kept."""
+def test_survival_never_rises():
+    """Slot 1 was kept in one of two rounds; slot 2 whenever it was judged: half of the rounds."""
     made = Generation([], [Round([1, 2], 2, [1, 2, 3], 0, 0), Round([1], 0, [5], 0, 0)])
-    assert show.survival(made).text.splitlines()[1] == "0.50 1.00"
+    assert show.survival(made).text.splitlines()[1] == "0.50 0.50"
 
 
 def test_the_histogram_of_a_known_generation():

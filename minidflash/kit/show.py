@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from minidflash import measure
 from minidflash.speculate import Drafter, Generation, Round
 
 COLOURS = {"accepted": "#0072B2", "rejected": "#E69F00", "bonus": "#CC79A7", "prompt": "#BBBBBB"}
@@ -320,7 +321,7 @@ def acceptance(runs: Runs, title: str = "Tokens written per round") -> Picture:
 
 
 def survival(runs: Runs, title: str = "How often slot k survives") -> Picture:
-    """For each drafted slot: the share of the rounds that drafted it in which it was kept.
+    """How likely each slot is kept, by room 18's estimate: a text's end is no refusal.
 
     Args:
         runs: as in `acceptance`.
@@ -328,12 +329,8 @@ def survival(runs: Runs, title: str = "How often slot k survives") -> Picture:
     """
     lines, series = [title], {}
     for name, seen in _rounds_of(runs).items():
-        xs, ys = [], []
-        for k in range(1, max(len(r.proposed) for r in seen) + 1):
-            drafted = [r.accepted >= k for r in seen if len(r.proposed) >= k]
-            xs.append(k)
-            ys.append(sum(drafted) / len(drafted))
-        series[name] = (xs, ys)
+        ys = measure.survival(seen)
+        series[name] = (list(range(1, len(ys) + 1)), ys)
         lines.append(f"{name}: ".lstrip(": ") + " ".join(f"{y:.2f}" for y in ys))
     picture = curves(series, xlabel="slot k of the block", ylabel="kept", title=title)
     picture.figure.axes[0].set_ylim(0, 1.02)
