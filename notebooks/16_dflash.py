@@ -124,8 +124,8 @@ for kind in KINDS:
 # %% [markdown]
 # ## 4 · Where do guesses die?
 #
-# Of the rounds that drafted slot k: in which share was it kept? **Predict:** a straight slope, or
-# a cliff?
+# How likely is slot k kept? A round that a text's end cut short says nothing about the slots
+# behind (chapter 18 has the estimate). **Predict:** a straight slope, or a cliff?
 
 # %% tags=["volatile"]
 survival(by_kind["DFlash"], "Share of rounds in which slot k is kept")
