@@ -146,7 +146,7 @@ def describe(name: str, folder: Any, recipe: dict[str, Any]) -> None:
 
 def parser() -> Parser:
     """Every command and option; train, start and grade have parsers of their own."""
-    from minidflash.kit import bench, demo, duel, latency, speculators
+    from minidflash.kit import ablations, bench, demo, duel, latency, speculators
 
     top = Parser(prog="python -m minidflash", description="DFlash, built up from what leads to it.")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -179,6 +179,8 @@ def parser() -> Parser:
     command("info", "Versions, device, the shipped models and their scores.", info)
     bench.arguments(command("bench", "The same prompts through every decoder.", bench.main))
     duel.arguments(command("duel", "EAGLE's chains and trees against DFlash.", duel.main))
+    one_thing = "Train drafters that differ in one thing, and decode with each."
+    ablations.arguments(command("ablate", one_thing, ablations.main))
     latency.arguments(command("latency", "Time a pair's forwards by its shape.", latency.main))
     speculators.arguments(command("export", "A drafter's folder in another format, such as vLLM's.",
                                   speculators.export))

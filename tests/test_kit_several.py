@@ -46,7 +46,7 @@ def train(directory, text, stop_at=0, **settings):
 
         return counted
 
-    recipes.block_loss, recipes.decode_acceptance = block_loss, lambda *_: 1.0
+    recipes.block_loss, recipes.acceptance = block_loss, lambda *_: 1.0
     try:
         recipes.train_dflash(
             directory, target(), load_tokenizer(), steps=STEPS, layers=1, taps=2, block_size=8,
@@ -119,7 +119,7 @@ def weights(state):
 
 def test_two_processes_train_the_drafter_that_one_trains(tmp_path, monkeypatch, text, two):
     """Two processes with a batch each train what one trains on both batches, to 1e-5."""
-    monkeypatch.setattr(recipes, "decode_acceptance", lambda *_: 1.0)
+    monkeypatch.setattr(recipes, "acceptance", lambda *_: 1.0)
     with monkeypatch.context() as patch:
         patch.setattr(recipes, "TextWithFeatures", BothHalves)
         train(tmp_path, text, accumulate=2)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from minidflash.kit.corpus import wild_text
 from minidflash.kit.tokenizer import END_ID, MASK_ID
 from minidflash.kit.world import Dice, Document, document, is_right
+from minidflash.speculate import Drafter, speculate
 from minidflash.verify import token_law
 
 
@@ -101,6 +102,24 @@ def write_answers(
         for p, answer in zip(places, answers, strict=True):
             written[p] = ([*prompts[p], *answer], len(prompts[p]))
     return [written[p] for p in range(len(prompts))]
+
+
+def acceptance(
+    target: Any,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    temperature: float = 0.0,
+    stop_ids: Sequence[int] = (END_ID,),
+    max_new_tokens: int = 100,
+) -> float:
+    """Tokens per round over all rounds of all prompts, when decoding: the figure that counts."""
+    written = rounds = 0
+    for prompt in prompts:
+        room = min(max_new_tokens, target.config.max_position_embeddings - len(prompt))
+        out = speculate(target, drafter, prompt, room, stop_ids, temperature,
+                        torch.Generator().manual_seed(0))
+        written, rounds = written + len(out.tokens) - 1, rounds + len(out.rounds)
+    return written / max(1, rounds)
 
 
 def share_right(target: Any, tokenizer: Any, count: int = 100, seed: int = 77) -> dict[str, float]:

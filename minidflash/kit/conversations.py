@@ -42,6 +42,7 @@ from minidflash.anchors import (
 from minidflash.drafter import DrafterConfig, DraftModel
 from minidflash.features import tap_layers
 from minidflash.kit import checkpoint, models
+from minidflash.kit.answers import acceptance
 from minidflash.kit.block_attention import block_attention
 from minidflash.kit.chat import Settings, masked_conversation, prompt_ids, settings_of
 from minidflash.kit.features_store import pad, read_features, write_features
@@ -49,7 +50,6 @@ from minidflash.kit.hf import HFTarget
 from minidflash.kit.published import drafter_for
 from minidflash.kit.store import Store, write_atomically
 from minidflash.loss import decayed_loss_sums, default_gamma
-from minidflash.speculate import speculate
 from minidflash.train import LossSums, TrainSettings, fit
 from minidflash.verify import cut_tail, token_law
 
@@ -433,18 +433,6 @@ def loss_with(model: DraftModel, target: Any, recipe: Recipe) -> Callable:
     return loss_of
 
 
-def acceptance(
-    target: Any, model: DraftModel, prompts: Sequence[Sequence[int]], stop_ids: Sequence[int],
-    max_new_tokens: int,
-) -> float:
-    """Tokens per round over all rounds of all prompts, greedy, the bonus included."""
-    rounds = []
-    for prompt in prompts:
-        room = min(max_new_tokens, target.config.max_position_embeddings - len(prompt))
-        rounds += speculate(target, drafter_for(target, model), prompt, room, stop_ids).rounds
-    return sum(len(r.emitted) for r in rounds) / max(1, len(rounds))
-
-
 # --------------------------------------------------------------------------------------------------
 # what it will take
 
@@ -659,7 +647,8 @@ def main(argv: Sequence[str]) -> int:
 
     def evaluate() -> dict[str, float]:
         room = min(128, args.max_new_tokens)
-        measured["tau"] = acceptance(target, model, unseen, settings.stop_ids, room)
+        measured["tau"] = acceptance(target, drafter_for(target, model), unseen, 0.0,
+                                     settings.stop_ids, room)
         return dict(measured)
 
     with block_attention_on(model, rows.device):

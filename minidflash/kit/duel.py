@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from minidflash.eagle import EagleDraft, EagleModel
-from minidflash.kit import bench, checkpoint, models, show
+from minidflash.kit import ablations, bench, checkpoint, models, show
 from minidflash.kit.bench import PLAIN, Run
 from minidflash.kit.eagle import KIND, load_eagle
 from minidflash.measure import best_block_size, survival, take_turns
@@ -116,6 +116,8 @@ def read_drafter(target: Any, folder: Path, dtype: str, device: str) -> Drafter:
     raw = checkpoint.read_json(folder / checkpoint.CONFIG)
     if raw.get("model_type") == KIND:
         return EagleDraft(target, read_head(target, folder, dtype, device), raw["block_size"])
+    if ablations.INJECTION in raw:
+        return ablations.load(target, folder, dtype, device)
     model = checkpoint.load_drafter(folder, dtype, device)
     return models.Pair(target, model, None, ()).drafter()
 

@@ -26,11 +26,17 @@ from torch import Tensor, nn
 
 from minidflash.anchors import sample_anchors
 from minidflash.cache import CachedQwen3
-from minidflash.dflash import generate
+from minidflash.dflash import DFlashDrafter
 from minidflash.drafter import DrafterConfig, DraftModel
 from minidflash.features import tap_layers
 from minidflash.kit import checkpoint, models
-from minidflash.kit.answers import share_right, wild_cuts, world_prompts, write_answers
+from minidflash.kit.answers import (
+    acceptance,
+    share_right,
+    wild_cuts,
+    world_prompts,
+    write_answers,
+)
 from minidflash.kit.block_attention import block_attention
 from minidflash.kit.store import Store, write_atomically
 from minidflash.kit.tokenizer import END_ID, MASK_ID, load_tokenizer, save_tokenizer, texts
@@ -187,19 +193,24 @@ def processes() -> tuple[int, int]:
 
 
 @torch.no_grad()
-def warm_start(model: DraftModel, target: Qwen3) -> None:
+def warm_start(model: DraftModel, target: Qwen3, stride: int = 1) -> None:
     """Begin as a piece of the target: its last layers, reading its last tap.
 
-    Layer i becomes the target's (L - n + i)-th layer; `fc` picks the last tap; `hidden_norm` takes
-    that layer's input norm. Attention then routes sensibly from the first step.
+    Layer i becomes the target's layer L - (n - i) stride; `fc` picks the last tap; `hidden_norm`
+    takes the first one's input norm. Attention then routes sensibly from the first step.
+    A target that was grown (see `grow`) does most of its work in every third layer: stride 3.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: the shapes differ, or the target has too few layers.
     """
     c, t = model.config, target.config
     if c.hidden_size != t.hidden_size or c.head_dim != t.head_dim:
         raise ValueError(f"warm start: width {c.hidden_size} against {t.hidden_size}")
-    borrowed = target.model.layers[t.num_hidden_layers - c.num_hidden_layers :]
+    first = t.num_hidden_layers - stride * c.num_hidden_layers
+    if stride < 1 or first < 0:
+        raise ValueError(f"warm start: {stride=} must be at least 1, and {c.num_hidden_layers} such"
+                         f" steps must fit into {t.num_hidden_layers} layers")
+    borrowed = target.model.layers[first::stride]
     for mine, theirs in zip(model.layers, borrowed, strict=True):
         mine.load_state_dict(theirs.state_dict())
     model.fc.weight.zero_()
@@ -302,19 +313,6 @@ def block_loss(model: DraftModel, target: CachedQwen3, anchors: int, gamma: floa
     return loss_of
 
 
-def decode_acceptance(
-    target: CachedQwen3, model: DraftModel, prompts: Sequence[list[int]], temperature: float = 0.0,
-    max_new_tokens: int = 100,
-) -> float:
-    """Tokens per round over all rounds of all prompts: the only figure that counts."""
-    written = rounds = 0
-    for prompt in prompts:
-        out = generate(target, model, prompt, max_new_tokens, stop_ids=(END_ID,),
-                       temperature=temperature, generator=torch.Generator().manual_seed(0))
-        written, rounds = written + len(out.tokens) - 1, rounds + len(out.rounds)
-    return written / max(1, rounds)
-
-
 def train_dflash(
     directory: Path, target: CachedQwen3, tokenizer: Any, *, steps: int, lr: float = 2.5e-3,
     layers: int = 5, taps: int = 5, block_size: int = 16, anchors: int = 16, batch: int = 16,
@@ -347,7 +345,8 @@ def train_dflash(
     with block_attention(model):
         fit(model, block_loss(model, target, anchors, default_gamma(block_size)),
             data.batch_at, s, Store(directory),
-            lambda: {"tau": decode_acceptance(target, model, unseen)} if rank == 0 else {}, 250)
+            lambda: {"tau": acceptance(target, DFlashDrafter(target, model), unseen)} if rank == 0
+            else {}, 250)
     return model
 
 
@@ -441,6 +440,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         checkpoint.save_drafter(drafter, directory)
         unseen = [p for _, p in world_prompts(tokenizer, "held_out", 8, KINDS, 1)]
-        scores = {f"tau at {t}": decode_acceptance(target, drafter, unseen, t) for t in (0.0, 0.7)}
+        plugged = DFlashDrafter(target, drafter)
+        scores = {f"tau at {t}": acceptance(target, plugged, unseen, t) for t in (0.0, 0.7)}
         write_scores(directory, recipe, scores)
     return 0

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from minidflash.cache import CachedQwen3
 from minidflash.eagle import EagleDraft, EagleModel, eagle_taps
 from minidflash.kit import models
-from minidflash.kit.answers import world_prompts
+from minidflash.kit.answers import acceptance, world_prompts
 from minidflash.kit.eagle import load_eagle, save_eagle
 from minidflash.kit.recipes import (
     TextWithFeatures,
@@ -29,10 +29,8 @@ from minidflash.kit.recipes import (
     write_scores,
 )
 from minidflash.kit.store import Store
-from minidflash.kit.tokenizer import END_ID
 from minidflash.kit.world import KINDS
 from minidflash.qwen3 import Qwen3
-from minidflash.speculate import Drafter, speculate
 from minidflash.train import TrainSettings, fit
 
 
@@ -89,19 +87,6 @@ def chain_loss(model: EagleModel, target: Any, steps: int, **weights: float) -> 
         return model.loss(target.embed, target.head, ids, read, last, mask, steps, **weights)
 
     return loss_of
-
-
-def acceptance(
-    target: Any, drafter: Drafter, prompts: Sequence[list[int]], temperature: float = 0.0,
-    max_new_tokens: int = 100,
-) -> float:
-    """Tokens per round over all rounds of all prompts, by room 08's loop."""
-    written = rounds = 0
-    for prompt in prompts:
-        out = speculate(target, drafter, prompt, max_new_tokens, (END_ID,), temperature,
-                        torch.Generator().manual_seed(0))
-        written, rounds = written + len(out.tokens) - 1, rounds + len(out.rounds)
-    return written / max(1, rounds)
 
 
 def train_eagle(
