@@ -11,9 +11,11 @@
 
 # %%
 import json
+from functools import partial
 from pathlib import Path
 
 from minidflash.kit import latency, show
+from minidflash.kit.batch import DFlashRows, EachAlone, generate_batch
 from minidflash.kit.bench import prompts
 from minidflash.kit.models import load
 from minidflash.measure import (
@@ -288,7 +290,42 @@ picture
 # most rows. Under load a server should draft less. On a large GPU the fall begins later: reading
 # billions of weights hides more rows.
 #
-# ## 11 · And on a real GPU?
+# ## 11 · Not predicted: eight answers at once
+#
+# `generate_batch` (kit/batch.py) really decodes several prompts together. The rows get ragged: one
+# keeps twelve guesses, its neighbour none. Every row still gets the text that it gets alone. The
+# same eight prompts, one after the other and in batches of 2, 4 and 8, taking turns:
+#
+# **Predict:** who gains more from company, plain decoding or DFlash?
+
+# %% tags=["volatile"]
+eight = [pair.encode(prompt.text) for prompt in prompts(3)][:8]
+kinds = {"plain": EachAlone(NoDrafter), "DFlash": DFlashRows(pair.target, pair.model)}
+alone = [speculate(pair.target, NoDrafter(), ids, 32, pair.stop_ids).tokens for ids in eight]
+texts = {}
+
+
+def in_batches(name, size):
+    """The eight answers, `size` prompts at a time."""
+    texts[name, size] = [
+        g.tokens for i in range(0, 8, size)
+        for g in generate_batch(pair.target, kinds[name], eight[i : i + size], 32, pair.stop_ids)]
+
+
+spent = take_turns({(name, size): partial(in_batches, name, size)
+                    for name in kinds for size in (1, 2, 4, 8)}, 2, 0)
+same = all(text == alone for text in texts.values())
+written = sum(map(len, alone))
+print("every row equals its single run" if same else "a row differs: a near tie? Look at it")
+show.bars({name: {f"{size} at once": written / spent[name, size] for size in (1, 2, 4, 8)}
+           for name in kinds}, ylabel="tokens per second, all rows", title="Decoded in batches")
+
+# %% [markdown]
+# *What to see:* plain decoding gains with every doubling, because its forwards were nearly empty.
+# DFlash has filled them already, so company adds less to it and its lead shrinks. A batch also
+# waits for its slowest row: as rows end, the others go on with fewer.
+#
+# ## 12 · And on a real GPU?
 
 # %%
 results = sorted(Path("../docs/results").glob("latency-qwen3*.json"))

@@ -159,3 +159,20 @@ def test_a_drafter_is_trained_on_what_the_target_writes(target, tokenizer, tmp_p
     assert model.config.target_layer_ids == (1, 4)
     assert (tmp_path / "text.0-of-1.jsonl").exists()
     assert '"tau"' in (tmp_path / "log.jsonl").read_text().splitlines()[-1]
+
+
+def test_a_warm_start_may_take_every_third_layer():
+    """Layers L - 3n, ..., L - 6, L - 3 of a grown target are the ones it grew from."""
+    target = CachedQwen3(replace(recipes.TINY, num_hidden_layers=9))
+    recipes.initialise(target, 0)
+    model = recipes.new_drafter(target, 2, 8, (1, 4))
+    for stride, borrowed in ((1, (7, 8)), (3, (3, 6))):
+        recipes.warm_start(model, target, stride)
+        for mine, theirs in zip(model.layers, borrowed, strict=True):
+            want = target.model.layers[theirs].mlp.up_proj.weight
+            assert torch.equal(mine.mlp.up_proj.weight, want), f"stride {stride}: layer {theirs}"
+        norm = target.model.layers[borrowed[0]].input_layernorm.weight
+        assert torch.equal(model.hidden_norm.weight, norm)
+    for stride in (0, 5):
+        with pytest.raises(ValueError, match="must fit into 9 layers"):
+            recipes.warm_start(model, target, stride)

@@ -317,8 +317,8 @@ def train_dflash(
     directory: Path, target: CachedQwen3, tokenizer: Any, *, steps: int, lr: float = 2.5e-3,
     layers: int = 5, taps: int = 5, block_size: int = 16, anchors: int = 16, batch: int = 16,
     world: int = 3000, wild: int = 1500, temperatures: Sequence[float] = (0.0, 0.8, 0.0, 0.5),
-    warm: bool = True, start: Path | None = None, text: Path | None = None, seed: int = 0,
-    **settings: Any,
+    warm: bool = True, warm_stride: int = 1, start: Path | None = None, text: Path | None = None,
+    seed: int = 0, **settings: Any,
 ) -> DraftModel:
     """Text by the target, its features, then room 15's loop; acceptance measured on the way.
 
@@ -337,7 +337,7 @@ def train_dflash(
     if start is not None:
         model.load_state_dict(checkpoint.load_drafter(start, "float32").state_dict())
     elif warm:
-        warm_start(model, target)
+        warm_start(model, target, warm_stride)
     # Each process has rows of its own, so that no features are computed twice.
     data = TextWithFeatures(target, rows[rank::ranks], model.config.target_layer_ids, batch, seed)
     unseen = [p for _, p in world_prompts(tokenizer, "held_out", 4, KINDS, seed)]
@@ -401,6 +401,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     d.add_argument("--world", type=int, default=3000, help="documents per kind")
     d.add_argument("--wild", type=int, default=1500, help="pieces of the standard library")
     d.add_argument("--cold", action="store_true", help="random start instead of warm start")
+    d.add_argument("--warm-stride", type=int, default=1, metavar="N",
+                   help="warm start from every Nth layer; 3 fits a target grown threefold (tiny)")
     d.add_argument("--from-weights", type=Path, dest="start", metavar="DIR",
                    help="go on from this drafter")
     d.add_argument("--text", type=Path, metavar="DIR", help="where an earlier run's text lies")
