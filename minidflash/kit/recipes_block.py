@@ -23,17 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minidflash.block_diffusion import block_bound, noisy_logits, spread_times
-from minidflash.kit import checkpoint, models
+from minidflash.kit import models
 from minidflash.kit.recipes import SHARES, processes, weighted_rows, write_scores
-from minidflash.kit.recipes_masked import every_third_layer
+from minidflash.kit.recipes_masked import every_third_layer, load_masked, save_masked
 from minidflash.kit.store import Store
 from minidflash.kit.tokenizer import MASK_ID
 from minidflash.kit.world import KINDS
 from minidflash.masked_diffusion import MaskPredictor, mask_exactly, without_mask
-from minidflash.qwen3 import Qwen3, Qwen3Config
+from minidflash.qwen3 import Qwen3
 from minidflash.train import TrainSettings, fit
 
-MODEL_TYPE = "minidflash_block_diffusion"
 # Noise levels per block length, in training only: 4 and 16 as the paper found them (its table 8),
 # 1 is always masked, 8 lies between its neighbours (our choice: the paper has none).
 CLIPS = {1: (1.0, 1.0), 4: (0.45, 0.95), 8: (0.4, 0.9), 16: (0.3, 0.8)}
@@ -45,30 +44,13 @@ CLIPS = {1: (1.0, 1.0), 4: (0.45, 0.95), 8: (0.4, 0.9), 16: (0.3, 0.8)}
 def save_block(
     model: MaskPredictor, folder: Path | str, sizes: Sequence[int] = tuple(CLIPS)
 ) -> None:
-    """Write a folder that `load_block` reads. Its `model_type` is ours: it is no causal decoder.
-
-    Raises:
-        ValueError: a weight is not finite.
-    """
-    checkpoint.save_target(model, folder)
-    path = Path(folder) / checkpoint.CONFIG
-    own = {"architectures": ["MaskPredictor"], "model_type": MODEL_TYPE, "mask_token_id": MASK_ID,
-           "block_sizes": list(sizes)}
-    checkpoint.write_json(path, checkpoint.read_json(path) | own)
+    """Write a folder that `load_block` reads; it names the block lengths that were trained."""
+    save_masked(model, folder, "block", block_sizes=list(sizes))
 
 
 def load_block(folder: Path | str | None = None) -> MaskPredictor:
-    """The shipped block-diffusion model, or one that `save_block` wrote; frozen, float32.
-
-    Raises:
-        ValueError: it is not there, or is no complete model of this kind.
-    """
-    folder = models.shipped("block") if folder is None else Path(folder)
-    raw = checkpoint.read_json(folder / checkpoint.CONFIG)
-    if raw.get("model_type") != MODEL_TYPE:
-        raise ValueError(f"{folder} holds model_type={raw.get('model_type')!r}, not {MODEL_TYPE!r}")
-    config = Qwen3Config.from_hf(raw | {"model_type": "qwen3"})
-    return checkpoint.fill(lambda: MaskPredictor(config), folder, torch.float32, "cpu")
+    """The shipped block-diffusion model, or one that `save_block` wrote: see `load_masked`."""
+    return load_masked(folder, "block")
 
 
 # ----------------------------------------------------------------------------------- the training

@@ -27,7 +27,7 @@ from minidflash.masked_diffusion import MaskPredictor, bound, denoise, mask_exac
 from minidflash.qwen3 import Qwen3, Qwen3Config
 from minidflash.train import TrainSettings, fit
 
-MODEL_TYPE = "minidflash_masked_diffusion"
+MODEL_TYPES = {"masked": "minidflash_masked_diffusion", "block": "minidflash_block_diffusion"}
 CANVAS = 112  # masks behind a prompt: room for every answer of the little world
 SHARES = {"maths": 0.40, "code": 0.36, "chat": 0.08, "wild": 0.16}
 Row = tuple[list[int], int]  # ids, and how many of them are the prompt
@@ -270,27 +270,33 @@ def scores_of(model: MaskPredictor, target: Qwen3, tokenizer: Any, count: int) -
     return found
 
 
-def save_masked(model: MaskPredictor, folder: Path | str) -> None:
-    """Write a folder that `load_masked` reads.
+def save_masked(
+    model: MaskPredictor, folder: Path | str, kind: str = "masked", **more: Any
+) -> None:
+    """Write a folder that `load_masked` reads; `more` goes into its `config.json`.
 
     Its `model_type` is ours, so that nobody takes it for a decoder that looks back only.
+
+    Raises:
+        ValueError: a weight is not finite.
     """
     checkpoint.save_target(model, folder)
     path = Path(folder) / checkpoint.CONFIG
-    own = {"architectures": ["MaskPredictor"], "model_type": MODEL_TYPE, "mask_token_id": MASK_ID}
-    checkpoint.write_json(path, checkpoint.read_json(path) | own)
+    own = {"architectures": ["MaskPredictor"], "model_type": MODEL_TYPES[kind],
+           "mask_token_id": MASK_ID}
+    checkpoint.write_json(path, checkpoint.read_json(path) | own | more)
 
 
-def load_masked(folder: Path | str | None = None) -> MaskPredictor:
-    """The shipped masked diffusion model, or one in a folder; frozen, float32.
+def load_masked(folder: Path | str | None = None, kind: str = "masked") -> MaskPredictor:
+    """The shipped model of this kind, or one in a folder; frozen, float32.
 
     Raises:
         ValueError: it is not there, or is no complete model of this kind.
     """
-    folder = models.shipped("masked") if folder is None else Path(folder)
+    folder, due = models.shipped(kind) if folder is None else Path(folder), MODEL_TYPES[kind]
     raw = checkpoint.read_json(folder / checkpoint.CONFIG)
-    if raw.get("model_type") != MODEL_TYPE:
-        raise ValueError(f"{folder} holds model_type={raw.get('model_type')!r}, not {MODEL_TYPE!r}")
+    if raw.get("model_type") != due:
+        raise ValueError(f"{folder} holds model_type={raw.get('model_type')!r}, not {due!r}")
     config = Qwen3Config.from_hf(raw | {"model_type": "qwen3"})
     return checkpoint.fill(lambda: MaskPredictor(config), folder, torch.float32, "cpu")
 
