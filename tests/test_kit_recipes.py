@@ -176,3 +176,10 @@ def test_a_warm_start_may_take_every_third_layer():
     for stride in (0, 5):
         with pytest.raises(ValueError, match="must fit into 9 layers"):
             recipes.warm_start(model, target, stride)
+
+
+def test_a_batch_that_processes_cannot_share_is_refused(monkeypatch, tmp_path):
+    """Three rows among two processes would drop one at every step, silently."""
+    monkeypatch.setattr(recipes, "processes", lambda: (2, 0))
+    with pytest.raises(ValueError, match="batch=3 must be a multiple of the 2 processes"):
+        recipes.train_target(tmp_path, (1,), (1,), 1e-3, 0, batch=3)

@@ -160,8 +160,14 @@ def train_target(
     directory: Path, steps: tuple[int, ...], depths: tuple[int, ...], lr: float, seed: int,
     batch: int = 8, config: Qwen3Config = TINY, **settings: Any,
 ) -> CachedQwen3:
-    """Train at each depth in turn, growing in between; the last depth is the shipped one."""
+    """Train at each depth in turn, growing in between; the last depth is the shipped one.
+
+    Raises:
+        ValueError: the processes cannot share a batch evenly.
+    """
     tokenizer, ranks, rank = load_tokenizer(), *processes()
+    if batch % ranks:
+        raise ValueError(f"batch={batch} must be a multiple of the {ranks} processes")
     model = CachedQwen3(replace(config, num_hidden_layers=depths[0]))
     initialise(model, seed)
     for stage, (count, depth) in enumerate(zip(steps, depths, strict=True)):
