@@ -152,6 +152,24 @@ def test_a_tiny_temperature_is_still_a_law(room):
     assert law.tolist() == [[1, 0, 0], [0, 0, 1]]
 
 
+def test_a_temperature_near_zero_overflows_nothing(room):
+    """100 / 1e-37 is no float32. The top is taken off first, so only differences are divided."""
+    law = room.token_law(torch.tensor([[100.0, 99.0]]), 1e-37)
+    assert law.tolist() == [[1, 0]], "logits / T overflowed: take the largest off before dividing"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_law_is_made_row_by_row_whatever_the_shape(room, temperature):
+    """One row, a stack, or stacks of stacks: the last axis holds the vocabulary."""
+    many = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(3))
+    law = room.token_law(many, temperature)
+    assert law.shape == many.shape
+    for rows, found in zip(many, law, strict=True):
+        for row, one in zip(rows, found, strict=True):
+            assert torch.equal(room.token_law(row, temperature), one)
+            assert one.sum() == pytest.approx(1) and one.argmax() == row.argmax()
+
+
 def test_probabilities_are_never_coarser_than_float32(room):
     """Two bfloat16 logits become float32 probabilities, because a ratio needs the digits."""
     # case B7
@@ -367,6 +385,18 @@ def test_laws_that_cannot_have_drawn_the_guesses_are_refused(room, draft, probs,
         room.verify_rejection(draft, exact(probs), torch.zeros(2, 2), 1.0)
 
 
+@pytest.mark.exercise("7.4")
+@pytest.mark.parametrize("draft, rows, message", [
+    ([1], 3, r"needs \[2 V\]"),
+    ([2], 2, "draft holds 2; token ids are 0 .. 1"),
+    ([-1], 2, "draft holds -1"),
+])  # fmt: skip
+def test_drawn_guesses_are_checked_like_all_others(room, draft, rows, message):
+    """A row too many, or a guess outside the vocabulary, is refused here too, by the same words."""
+    with pytest.raises(ValueError, match=message):
+        room.verify_rejection(draft, exact([[0.5, 0.5]]), torch.zeros(rows, 2), 1.0)
+
+
 # --- the three lossless pairings, and three tempting ones that are not
 
 P, Q = [0.5, 0.3, 0.2], [0.2, 0.5, 0.3]
@@ -523,6 +553,20 @@ def test_a_cut_keeps_the_fewest_that_are_enough(room, data, vocab, sharp):
         due = [math.log(w[x] / sum(w)) if x in ranks[:stay] and w[x] else -math.inf
                for x in range(vocab)]  # fmt: skip
         assert logits == pytest.approx(due), f"weights {w}, T = 1/{sharp}, top_k {k}, top_p {P}"
+
+
+@pytest.mark.exercise("7.5")
+def test_half_is_enough_for_a_half(room):
+    """Of four equal tokens two hold exactly .5: the third has enough before it, and goes."""
+    assert after_cut(room, [0.25] * 4, 1.0, top_p=0.5) == [0.5, 0.5, 0, 0]
+
+
+@pytest.mark.exercise("7.5")
+def test_without_top_p_rounding_cuts_nothing(room):
+    """1 + 1e-18 is 1 in floating point. With top_p = 1 the second of two kept ranks must stay."""
+    rows = torch.tensor([[0.0, -41.0, -90.0]], dtype=torch.float64)
+    kept = room.cut_tail(rows, 1.0, top_k=2).isfinite().tolist()
+    assert kept == [[True, True, False]], "top_p = 1 means no cut by mass at all"
 
 
 @pytest.mark.exercise("7.5")

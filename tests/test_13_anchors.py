@@ -548,3 +548,36 @@ def test_packing_fuses_every_feature_once(room):
     packed(room, model, table, ids, features, torch.tensor([[1, 3, 5, 8]]))
     assert fused == [S], f"rows through fc: {fused}; one pass per block would make it 1+3+5+8"
     assert drafted == [4 * B], f"slots through an MLP: {drafted}"
+
+
+# torch's `meta` device computes shapes only, and a tensor made on the CPU does not fit there.
+
+
+@pytest.mark.exercise("13.1")
+def test_anchors_are_drawn_on_the_device_of_the_mask(room):
+    """Tried on `meta`, so without a GPU."""
+    wanted = torch.ones(2, 9, dtype=torch.bool, device="meta")
+    assert room.sample_anchors(wanted, 3).device.type == "meta"
+
+
+@pytest.mark.exercise("13.2")
+def test_blocks_are_shown_on_the_device_of_the_ids(room):
+    """Tried on `meta`, so without a GPU."""
+    ids, anchors = (torch.zeros(2, n, dtype=torch.long, device="meta") for n in (9, 3))
+    assert room.block_positions(anchors, 4).device.type == "meta"
+    assert room.block_inputs(ids, anchors, 4, 1).device.type == "meta"
+
+
+@pytest.mark.exercise("13.3")
+def test_labels_are_read_on_the_device_of_the_ids(room):
+    """Tried on `meta`, so without a GPU."""
+    ids, anchors = (torch.zeros(2, n, dtype=torch.long, device="meta") for n in (9, 3))
+    labels, valid = room.block_labels(ids, anchors, 4, ids > 0)
+    assert labels.device.type == valid.device.type == "meta"
+
+
+@pytest.mark.exercise("13.4")
+def test_the_mask_is_made_on_the_device_of_the_anchors(room):
+    """Tried on `meta`, so without a GPU."""
+    anchors = torch.zeros(2, 3, dtype=torch.long, device="meta")
+    assert room.training_mask(anchors, 4, 9).device.type == "meta"

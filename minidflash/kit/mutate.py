@@ -16,6 +16,7 @@ import argparse
 import ast
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,8 +136,13 @@ def valid(mutant: Mutant) -> bool:
     return True
 
 
-def survivors(room: str, every: int = 1, first: int = 0) -> tuple[list[Mutant], int]:
-    """The mutants of a room that its spec does not notice, and how many were tried."""
+def survivors(
+    room: str, every: int = 1, first: int = 0
+) -> tuple[list[Mutant], list[Mutant], int]:
+    """The mutants of a room that its spec does not notice, those that never end, and all tried.
+
+    One that never ends is noticed (a test has a time limit), but only by the clock.
+    """
     sys.path.insert(0, str(judge.HOUSE / "tests"))
     import mutants as runner  # type: ignore[import-not-found]
 
@@ -147,7 +153,8 @@ def survivors(room: str, every: int = 1, first: int = 0) -> tuple[list[Mutant], 
     found = runner.examine(spec, room, jobs)
     alive = [m for i, m in enumerate(tried)
              if found[f"{i}"]["finished"] and not found[f"{i}"]["failures"]]
-    return alive, len(tried)
+    hung = [m for i, m in enumerate(tried) if not found[f"{i}"]["finished"]]
+    return alive, hung, len(tried)
 
 
 def _mended(source: str) -> Iterator[Mutant]:
@@ -169,11 +176,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = {}
     for word in args.room:
         room = start.room(word)
-        alive, tried = survivors(room, args.every, args.first)
-        print(f"{room}: {tried} mutants, {len(alive)} survive", flush=True)
+        began = time.monotonic()
+        alive, hung, tried = survivors(room, args.every, args.first)
+        print(f"{room}: {tried} mutants, {len(alive)} survive, {len(hung)} did not end,"
+              f" {time.monotonic() - began:.0f} s", flush=True)
         for mutant in alive:
             print(f"  {mutant.name}", flush=True)
-        report[room] = {"tried": tried, "survivors": [m.name for m in alive]}
+        report[room] = {"tried": tried, "survivors": [m.name for m in alive],
+                        "did not end": [m.name for m in hung]}
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
