@@ -369,3 +369,34 @@ def test_a_bad_request_is_refused_before_any_work(room, request_, message):
     with pytest.raises(ValueError, match=message):
         room.generate(target, model, **{"prompt": [1], "max_new_tokens": 3} | request_)
     assert target.forwards == 0
+
+
+# torch's `meta` device computes shapes only, and a tensor made on the CPU does not fit there.
+
+
+@pytest.mark.exercise("16.1")
+def test_commit_stays_on_the_device_of_the_features(room):
+    """Tried on `meta`, so without a GPU."""
+    target, model = pair(0)
+    mine = room.DFlashDrafter(target.to("meta"), model.to("meta"))
+    mine.begin(8)
+    mine.commit([1, 2], torch.zeros(2, model.fc.in_features, dtype=torch.float64, device="meta"))
+    assert mine.cache.length == 2
+
+
+@pytest.mark.exercise("16.2")
+def test_guesses_are_made_on_the_device_of_the_models(room):
+    """Tried on `meta`, so without a GPU."""
+    target, model = pair(0)
+    mine = room.DFlashDrafter(target.to("meta"), model.to("meta"))
+    mine.begin(8)
+    assert mine.logits(3).device.type == "meta"
+
+
+def test_a_block_may_fill_all_of_the_targets_positions(room):
+    """As many slots as the target has positions are allowed, one more is not."""
+    target = decoder(0, layers=4, max_position_embeddings=6)
+    model = drafter(0, target)
+    assert room.DFlashDrafter(target, model, 6).block_size == 6
+    with pytest.raises(ValueError, match="6 positions"):
+        room.DFlashDrafter(target, model, 7)
