@@ -153,7 +153,7 @@ def test_a_tiny_temperature_is_still_a_law(room):
 
 
 def test_a_temperature_near_zero_overflows_nothing(room):
-    """100 / 1e-37 is no float32. The top is taken off first, so only differences are divided."""
+    """At temperature 1e-37 only differences are divided, because 100 / 1e-37 is no float32."""
     law = room.token_law(torch.tensor([[100.0, 99.0]]), 1e-37)
     assert law.tolist() == [[1, 0]], "logits / T overflowed: take the largest off before dividing"
 
@@ -563,7 +563,7 @@ def test_half_is_enough_for_a_half(room):
 
 @pytest.mark.exercise("7.5")
 def test_without_top_p_rounding_cuts_nothing(room):
-    """1 + 1e-18 is 1 in floating point. With top_p = 1 the second of two kept ranks must stay."""
+    """With top_p = 1 the second of two kept ranks stays, though 1 + 1e-18 is 1 in floating point."""
     rows = torch.tensor([[0.0, -41.0, -90.0]], dtype=torch.float64)
     kept = room.cut_tail(rows, 1.0, top_k=2).isfinite().tolist()
     assert kept == [[True, True, False]], "top_p = 1 means no cut by mass at all"

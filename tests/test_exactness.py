@@ -13,10 +13,7 @@ RESULT = Path(__file__).parent.parent / "docs" / "results" / "exactness.json"
 
 
 def test_drawn_cases_equal_the_rule():
-    """Three hundred drawn cases, and a pair of random models, write what the target's rule says.
-
-    With HYPOTHESIS_PROFILE=thorough a hundred thousand, as in docs/results/exactness.json.
-    """
+    """Three hundred drawn cases (thorough profile: 100,000) write what the target's rule says."""
     cases = 100_000 if hypothesis.settings.get_current_profile_name() == "thorough" else 300
     tally = exactness.examine(cases)
     assert (tally.cases, tally.differences) == (cases, 0), tally.first

@@ -28,7 +28,7 @@ def rows_model(target, features=True, seed=0) -> RowsModel:
 
 
 def test_the_runs_differ_from_the_base_in_one_thing():
-    """An ablation that changes two things explains neither. Without features a tap has no use."""
+    """Each run changes one thing (without features the taps have no use), or it explains nothing."""
     for name, setup in RUNS.items():
         changed = {k for k, v in vars(setup).items() if v != getattr(BASE, k)}
         assert len(changed - {"taps"} if setup.inject == "none" else changed) == (name != "base")
@@ -85,10 +85,7 @@ def test_output_equals_greedy(features, seed):
 
 @pytest.mark.parametrize("features", [True, False])
 def test_training_shows_what_decoding_shows(features):
-    """A packed block and the same block in the loop give the same rows, with and without features.
-
-    Inside kit/block_attention as well, which is only for the block's own attention.
-    """
+    """A packed block and the same block in the loop give the same rows, with features or without."""
     target = tiny.decoder(5)
     model = rows_model(target, features)
     ids = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
