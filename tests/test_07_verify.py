@@ -563,7 +563,7 @@ def test_half_is_enough_for_a_half(room):
 
 @pytest.mark.exercise("7.5")
 def test_without_top_p_rounding_cuts_nothing(room):
-    """With top_p = 1 the second of two kept ranks stays, though 1 + 1e-18 is 1 in floating point."""
+    """With top_p = 1 the second of two kept ranks stays, though 1 + 1e-18 is 1 to a float."""
     rows = torch.tensor([[0.0, -41.0, -90.0]], dtype=torch.float64)
     kept = room.cut_tail(rows, 1.0, top_k=2).isfinite().tolist()
     assert kept == [[True, True, False]], "top_p = 1 means no cut by mass at all"

@@ -28,7 +28,7 @@ def rows_model(target, features=True, seed=0) -> RowsModel:
 
 
 def test_the_runs_differ_from_the_base_in_one_thing():
-    """Each run changes one thing (without features the taps have no use), or it explains nothing."""
+    """Each run changes one thing, or it explains nothing (without features taps have no use)."""
     for name, setup in RUNS.items():
         changed = {k for k, v in vars(setup).items() if v != getattr(BASE, k)}
         assert len(changed - {"taps"} if setup.inject == "none" else changed) == (name != "base")
@@ -85,7 +85,7 @@ def test_output_equals_greedy(features, seed):
 
 @pytest.mark.parametrize("features", [True, False])
 def test_training_shows_what_decoding_shows(features):
-    """A packed block and the same block in the loop give the same rows, with features or without."""
+    """A packed block and the same block in the loop give equal rows, with features or without."""
     target = tiny.decoder(5)
     model = rows_model(target, features)
     ids = torch.tensor([[1, 2, 3, 4, 5, 1, 2, 3]])
