@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import small
 import torch
 
 from minidflash.cache import CachedQwen3, greedy_cached
@@ -12,10 +13,7 @@ from minidflash.kit.answers import continue_rows, wild_cuts, world_prompts, writ
 from minidflash.kit.tokenizer import END_ID, MASK_ID, load_tokenizer
 from minidflash.kit.world import document
 
-SMALL = replace(
-    recipes.TINY, hidden_size=32, intermediate_size=48, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=16, num_hidden_layers=7,
-)  # fmt: skip
+SMALL = small.config(7)
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +23,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def target():
-    model = CachedQwen3(SMALL)
-    recipes.initialise(model, 0)
-    return model.eval().requires_grad_(False)
+    return small.target(7)
 
 
 # ---------------------------------------------------------------------- the target

@@ -6,17 +6,14 @@ from argparse import ArgumentParser
 from dataclasses import replace
 
 import pytest
+import small
 import torch
 
-from minidflash.cache import CachedQwen3
 from minidflash.kit import checkpoint, recipes, recipes_block
 from minidflash.kit.tokenizer import MASK_ID, load_tokenizer
 from minidflash.masked_diffusion import MaskPredictor
 
-SMALL = replace(
-    recipes.TINY, hidden_size=16, intermediate_size=16, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=8, num_hidden_layers=4,
-)  # fmt: skip
+SMALL = small.config(4, 16)
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +23,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def target():
-    model = CachedQwen3(SMALL)
-    recipes.initialise(model, 0)
-    return model.eval().requires_grad_(False)
+    return small.target(4, 16)
 
 
 @pytest.fixture

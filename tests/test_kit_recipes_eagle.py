@@ -3,9 +3,9 @@
 import argparse
 import json
 import math
-from dataclasses import replace
 
 import pytest
+import small
 import torch
 from chance import law_of, target_law
 from pairs import write_pair
@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from tiny import decoder, stir
 
 from minidflash.attention import rotary
-from minidflash.cache import CachedQwen3
 from minidflash.eagle import EagleDraft, EagleModel, draft_vocabulary
 from minidflash.greedy import greedy
-from minidflash.kit import recipes, recipes_eagle
+from minidflash.kit import recipes_eagle
 from minidflash.kit.eagle import DrawnEagle, load_eagle, save_eagle, shipped_eagle
 from minidflash.kit.models import load_target, shipped
 from minidflash.kit.store import save_file
@@ -24,17 +23,12 @@ from minidflash.kit.tokenizer import load_tokenizer
 from minidflash.qwen3 import causal_mask
 from minidflash.speculate import speculate
 
-SMALL = replace(
-    recipes.TINY, hidden_size=32, intermediate_size=48, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=16, num_hidden_layers=7,
-)  # fmt: skip
+SMALL = small.config(7)
 
 
 @pytest.fixture(scope="module")
 def target():
-    model = CachedQwen3(SMALL)
-    recipes.initialise(model, 0)
-    return model.eval().requires_grad_(False)
+    return small.target(7)
 
 
 def random_head(target, seed=0, taps=(1, 3), t2d=None):

@@ -3,9 +3,9 @@
 import argparse
 import json
 import math
-from dataclasses import replace
 
 import pytest
+import small
 import torch
 
 from minidflash.cache import CachedQwen3
@@ -13,10 +13,7 @@ from minidflash.kit import checkpoint, recipes, recipes_masked
 from minidflash.kit.tokenizer import END_ID, load_tokenizer
 from minidflash.kit.world import document
 
-SMALL = replace(
-    recipes.TINY, hidden_size=32, intermediate_size=48, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=16, num_hidden_layers=2,
-)  # fmt: skip
+SMALL = small.config(2)
 UNIFORM = math.log(1023)  # every word but the mask is equally likely
 
 
@@ -27,9 +24,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def target():
-    model = CachedQwen3(SMALL)
-    recipes.initialise(model, 0)
-    return model.eval().requires_grad_(False)
+    return small.target(2)
 
 
 @pytest.fixture(scope="module")
