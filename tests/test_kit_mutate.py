@@ -1,8 +1,12 @@
 """kit/mutate.py: small mistakes made by machine; each is a program, and differs from the room."""
 
 import ast
+import json
+import re
 
-from minidflash.kit import mutate
+import pytest
+
+from minidflash.kit import judge, mutate, start
 
 SOURCE = '''
 """A docstring with 1 number."""
@@ -43,3 +47,19 @@ def test_every_mutant_is_a_program_that_differs():
     assert len(made) > 30 and all(map(mutate.valid, made))
     same = ast.dump(ast.parse(source))
     assert all(ast.dump(ast.parse(m.source)) != same for m in made)
+
+
+RESULT = judge.HOUSE / "docs" / "results" / "mutants.json"
+
+
+@pytest.mark.parametrize("room", json.loads(RESULT.read_text()))
+def test_every_survivor_is_explained(room):
+    """docs/mutants.md gives the reason for each mutant that survived, and for no other."""
+    found = json.loads(RESULT.read_text())[room]
+    source = (start.PACKAGE / f"{room}.py").read_text()
+    now = sum(map(mutate.valid, mutate._mended(source)))
+    assert found["tried"] == now, f"room {room} has {now} mutants now: run `make mutants` again"
+    page = (judge.HOUSE / "docs" / "mutants.md").read_text()
+    (section,) = re.findall(rf"^## [^\n]*\b{room}\b[^\n]*\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+    told = set(re.findall(r"`([^`]* -> [^`]*)`", section))
+    assert told == {name.partition(": ")[2] for name in found["survivors"]}
