@@ -52,8 +52,8 @@ print(show.table(["", "tau, pooled", "per request", "accepted", "kept share", "a
                  [[name, *(f"{x:.2f}" for x in lengths(found))] for name, found in runs.items()]))
 
 # %% [markdown]
-# The kept share is low because most guesses of a round lie behind the first refusal: nobody judged
-# them. Alpha looks good because it forgets them.
+# The kept share is below alpha because guesses behind the first refusal count as not kept, although
+# nobody judged them. Alpha forgets them.
 #
 # ## 2 · The histogram behind tau
 #
@@ -63,7 +63,8 @@ print(show.table(["", "tau, pooled", "per request", "accepted", "kept share", "a
 show.acceptance(runs, "Tokens written per round, the bonus included")
 
 # %% [markdown]
-# *What to see:* most rounds are short and a tail is long. Few rounds write just tau tokens.
+# *What to see:* no hill. Rounds pile up at the ends: a decision stops a draft early, or all of it is
+# kept. Few rounds write just tau tokens.
 #
 # ## 3 · How far a draft gets, and what one rate makes of it
 #
