@@ -195,7 +195,7 @@ for step, (canvas, sure, kept) in enumerate(frames, 1):
 # %% [markdown]
 # The second column is the confidence of the least sure guess that was kept. Where the model is
 # forced to keep six guesses, whatever it thinks of them, that number says how much it had to
-# gamble. What to see: fixed phrases and what can be copied come first, from both ends; digits that
+# gamble. What to see: fixed phrases and what can be copied come first; digits that
 # have to be computed come last, and are kept in the end because something must be.
 #
 # ## 5 · The same canvas from left to right

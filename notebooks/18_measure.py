@@ -63,8 +63,8 @@ print(show.table(["", "tau, pooled", "per request", "accepted", "kept share", "a
 show.acceptance(runs, "Tokens written per round, the bonus included")
 
 # %% [markdown]
-# *What to see:* no hill. Rounds pile up at the ends: a decision stops a draft early, or all of it is
-# kept. Few rounds write just tau tokens.
+# *What to see:* no hill. Rounds pile up at the ends: a decision stops a draft early, or all of it
+# is kept. Few rounds write just tau tokens.
 #
 # ## 3 · How far a draft gets, and what one rate makes of it
 #
