@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 from minidflash.cache import CachedQwen3, greedy_cached
+from minidflash.dflash import DFlashDrafter
 from minidflash.features import tap_layers
 from minidflash.kit import show
-from minidflash.kit.answers import world_prompts, write_answers
+from minidflash.kit.answers import acceptance, world_prompts, write_answers
 from minidflash.kit.features_store import pad, write_features
 from minidflash.kit.recipes import (
     TINY,
     block_loss,
-    decode_acceptance,
     initialise,
     language_loss,
     new_drafter,
@@ -157,7 +157,8 @@ fresh = copy.deepcopy(drafters["warm start"])  # for part 6
 def measure(model):
     """What `fit` calls now and then: decode held-out prompts, count tokens per round."""
     return lambda: {
-        "acceptance_length": decode_acceptance(target, model, held_out, max_new_tokens=80)
+        "acceptance_length": acceptance(target, DFlashDrafter(target, model), held_out,
+                                        max_new_tokens=80)
     }
 
 

@@ -3,6 +3,8 @@
 Running them all again is ``make notebooks``; here only what takes no time is checked.
 """
 
+import ast
+import importlib
 from pathlib import Path
 
 import nbformat
@@ -37,6 +39,17 @@ raise ValueError("on purpose")
 def test_a_page_belongs_to_its_source(source):
     """Each executed notebook was built from the source beside it, and every cell was run."""
     assert source is None or notebooks.pairing(source) == []
+
+
+@pytest.mark.parametrize("source", notebooks.sources(FOLDER), ids=lambda source: source.stem)
+def test_what_a_notebook_imports_is_there(source):
+    """Every name that a notebook takes from the package exists, before anybody runs the page."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("minidflash"):
+            for name in (alias.name for alias in node.names):
+                module = importlib.import_module(str(node.module))
+                if not hasattr(module, name):
+                    importlib.import_module(f"{node.module}.{name}")
 
 
 def test_every_page_has_a_source():
