@@ -76,7 +76,7 @@ for t in (0.1, 0.3, 0.5, 0.7, 0.9):
 # flat here?
 
 
-# %%
+# %% tags=["volatile"]
 @torch.no_grad()
 def nats(shown, hidden, t, size):
     """The bound of each row at its own t, in nats per token that may be hidden."""
@@ -110,7 +110,7 @@ curves({"divided by t (the bound)": (levels, weighted), "not divided": (levels, 
 #
 # **Predict:** for which of the two does it matter how we hide?
 
-# %%
+# %% tags=["volatile"]
 m = 150
 rows = row.expand(m, -1)
 line_ends = [i for i, t in enumerate(ids) if "\n" in tokenizer.decode([t])]
@@ -145,7 +145,7 @@ print(table(["may be hidden", "form", "mean", "deviation", "draws with nothing h
 # **Predict:** which places come first: the beginning, the end, or neither?
 
 
-# %%
+# %% tags=["volatile"]
 def film(prompt, length, steps, **how):
     """Run `denoise` and keep what `watch` is shown: (canvas, confidence, places kept) per step."""
     frames = []
@@ -188,7 +188,7 @@ out, frames = film(asked[0], 72, 12)
 print(tokenizer.decode(asked[0] + out))
 filmstrip(frames, "Low-confidence remasking, 12 steps")
 
-# %%
+# %% tags=["volatile"]
 for step, (canvas, sure, kept) in enumerate(frames, 1):
     print(f"{step:>2}  {min(sure[k] for k in kept):.2f}  " + "".join(words(canvas)))
 
@@ -202,7 +202,7 @@ for step, (canvas, sure, kept) in enumerate(frames, 1):
 #
 # Blocks of 12: the order is restricted, and nothing else. Every forward still sees all masks.
 
-# %%
+# %% tags=["volatile"]
 blocked, strips = film(asked[0], 72, 12, block=12)
 print(tokenizer.decode(blocked))
 filmstrip(strips, "Blocks of 12, two steps each")
@@ -216,7 +216,7 @@ filmstrip(strips, "Blocks of 12, two steps each")
 #
 # **Predict:** with one token per step the rules differ only in the order. Does that matter?
 
-# %%
+# %% tags=["volatile"]
 steps = [1, 2, 4, 8, 16, 32]
 questions = [pair for kind in ("maths", "code")
              for pair in world_prompts(tokenizer, "held_out", 4, (kind,), 21)]
@@ -240,12 +240,12 @@ def quality(**how):
 
 surest, surest_right = quality()
 
-# %%
+# %% tags=["volatile"]
 lottery, lottery_right = quality(low_confidence=False)
 curves({"low confidence": (steps, surest), "random": (steps, lottery)}, xlabel="steps (forwards)",
        ylabel="target's nats per token", title="What the target thinks of the samples")
 
-# %%
+# %% tags=["volatile"]
 print(table(["steps", "tokens a step", "right, low confidence", "right, random"], [
     [n, f"{CANVAS / n:.1f}", f"{a:.0%}", f"{b:.0%}"]
     for n, a, b in zip(steps, surest_right, lottery_right, strict=True)]))
@@ -275,7 +275,7 @@ curves({name: ([int(n) for n in found], [100 * x for x in found.values()])
 #
 # With `steps=1` this is the drafter's move: all slots at once, from one forward.
 
-# %%
+# %% tags=["volatile"]
 question = asked[1]
 for count in (1, 4, 36):
     new = denoise(model, question, 72, count, MASK_ID, stop_ids=(END_ID,))

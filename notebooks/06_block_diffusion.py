@@ -211,7 +211,7 @@ show.curves(series, xlabel="block length L", ylabel="ms of one core per token",
 #
 # **Predict:** for L = 4, which range of t has the least luck, and which the most?
 
-# %%
+# %% tags=["volatile"]
 ids = held_out_rows(tokenizer, 1, {"maths": 1.0})[0][:, :128]
 
 
@@ -242,7 +242,7 @@ for size in (4, 16):
 show.bars(found, ylabel="standard deviation / mean", title="How much of a loss is luck?",
           values=False)
 
-# %%
+# %% tags=["volatile"]
 columns = list(next(iter(found.values())))
 print(show.table(["range of t", *columns],
                  [[name, *(f"{x:.3f}" for x in row.values())] for name, row in found.items()]))
@@ -277,7 +277,7 @@ print(show.table(["nats per token", *(f"L = {size}" for size in CLIPS), "target"
 # A sum that the model has not seen, L = 8, first hitting, the favourite token of each slot. Each
 # line is one pass: what has just been uncovered stands in brackets, · is still hidden.
 
-# %%
+# %% tags=["volatile"]
 task = document("maths", "held_out", 3, 0)
 question = tokenizer.encode(task.prompt)
 frames = []
@@ -305,7 +305,7 @@ for frame in frames[:21]:
     print("   ", strip(frame, shown))
     shown = shown | frame[2]
 
-# %%
+# %% tags=["volatile"]
 print(task.prompt + tokenizer.decode(answer, skip_special_tokens=True))
 
 # %% [markdown]
@@ -314,7 +314,7 @@ print(task.prompt + tokenizer.decode(answer, skip_special_tokens=True))
 #
 # **Predict:** and in one step per block, all eight slots from a single look?
 
-# %%
+# %% tags=["volatile"]
 for steps in (1, 2, 4, None):
     out = block_sample(model, question, 96, 8, MASK_ID, steps, 0.0, (END_ID,),
                        torch.Generator().manual_seed(0))
@@ -332,7 +332,7 @@ for steps in (1, 2, 4, None):
 #
 # **Predict:** which costs more, few steps in long blocks or few steps in short ones?
 
-# %%
+# %% tags=["volatile"]
 tasks = [document(kind, "held_out", n, 0) for kind in ("maths", "chat") for n in range(2)]
 prompts = [tokenizer.encode(one.prompt) for one in tasks]
 
