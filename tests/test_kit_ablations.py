@@ -109,9 +109,9 @@ def test_training_shows_what_decoding_shows(features):
 def test_fixed_blocks_by_hand():
     """An answer at 2 .. 8 in blocks of 3 starts at 2 and 5; 8 has nothing after it."""
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0, 1]]).bool()
-    assert ablations.fixed_blocks(mask, 4, 3).tolist() == [
+    assert ablations.fixed_blocks(mask, 4, block_size=3).tolist() == [
         [2, 5, PADDING, PADDING], [PADDING] * 4]  # fmt: skip
-    assert ablations.fixed_blocks(mask, 1, 3).tolist() == [[2], [PADDING]]
+    assert ablations.fixed_blocks(mask, 1, block_size=3).tolist() == [[2], [PADDING]]
 
 
 def test_every_second_text_is_greedy(tmp_path):
@@ -120,7 +120,7 @@ def test_every_second_text_is_greedy(tmp_path):
         lines = [json.dumps({"ids": [10 * rank + i, 7], "prompt": 1}) for i in range(4)]
         (tmp_path / f"text.{rank}-of-2.jsonl").write_text("\n".join(lines) + "\n")
     assert [ids[0] for ids, _ in ablations.read_text(tmp_path)] == [0, 1, 2, 3, 10, 11, 12, 13]
-    assert [ids[0] for ids, _ in ablations.read_text(tmp_path, True)] == [0, 2, 10, 12]
+    assert [ids[0] for ids, _ in ablations.read_text(tmp_path, every=2)] == [0, 2, 10, 12]
     with pytest.raises(ValueError, match="holds no text"):
         ablations.read_text(tmp_path / "nowhere")
 

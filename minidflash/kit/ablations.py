@@ -9,8 +9,9 @@ Then all drafters decode the same unseen prompts in one process, taking turns (k
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,19 @@ from minidflash.features import fuse, tap_layers
 from minidflash.kit import bench, checkpoint, models, show
 from minidflash.kit.answers import acceptance, world_prompts
 from minidflash.kit.block_attention import block_attention
-from minidflash.kit.recipes import TextWithFeatures, new_drafter, warm_start
+from minidflash.kit.recipes import (
+    TextWithFeatures,
+    block_loss,
+    new_drafter,
+    read_text,
+    warm_start,
+)
 from minidflash.kit.store import Store
 from minidflash.kit.world import KINDS
 from minidflash.loss import default_gamma
 from minidflash.qwen3 import causal_mask
 from minidflash.speculate import NoDrafter
-from minidflash.train import TrainSettings, drafter_loss, fit
+from minidflash.train import TrainSettings, fit
 
 INJECTION = "minidflash_injection"  # a key of config.json that only this file writes and reads
 
@@ -94,6 +101,8 @@ class RowsModel(DraftModel):
             kept.append((k, v))
             if before:
                 k, v = torch.cat([before[i][0], k], 2), torch.cat([before[i][1], v], 2)
+            if i + 1 == len(self.layers):
+                break  # what the last layer makes of a context row is read by nobody
             q = layer.self_attn.queries(normed, cos, sin)
             # Not `layer.self_attn.mix`: in training kit/block_attention has put its own there.
             x = x + Attention.mix(layer.self_attn, q, k, v, mask)
@@ -149,8 +158,10 @@ def load(target: Any, folder: Path, dtype: str = "float32", device: str = "cpu")
 # ---------------------------------------------------------------------------------- the training
 
 
-def fixed_blocks(loss_mask: Tensor, count: int, block_size: int) -> Tensor:
-    """Anchors [R N] at an answer's first token and every B-th after it, instead of random ones."""
+def fixed_blocks(
+    loss_mask: Tensor, count: int, generator: torch.Generator | None = None, block_size: int = 16
+) -> Tensor:
+    """Anchors [R N] at an answer's first token and every B-th after it; nothing is drawn."""
     anchors = torch.full((len(loss_mask), count), PADDING)
     for r, row in enumerate(loss_mask):
         places = row.nonzero().flatten()[:-1:block_size][:count]  # an anchor needs a token after it
@@ -158,29 +169,12 @@ def fixed_blocks(loss_mask: Tensor, count: int, block_size: int) -> Tensor:
     return anchors
 
 
-def read_text(folder: Path, greedy_only: bool = False) -> list[tuple[list[int], int]]:
-    """The rows of `recipes.drafter_text`; its temperatures take turns: 0, 0.8, 0, 0.5.
-
-    Raises:
-        ValueError: there is nothing.
-    """
-    rows = list[tuple[list[int], int]]()
-    for file in sorted(folder.glob("text.*-of-*.jsonl")):
-        lines = file.read_text().splitlines()
-        kept = [json.loads(line) for line in (lines[::2] if greedy_only else lines)]
-        rows += [(line["ids"], line["prompt"]) for line in kept]
-    if not rows:
-        raise ValueError(f"{folder} holds no text.*-of-*.jsonl: no run has written text there")
-    return rows
-
-
 class EmbeddedText(TextWithFeatures):
     """Rows whose features are the tokens' embeddings: what a drafter without a target has."""
 
-    def group(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        """As in the parent class, without a pass of the target."""
-        ids, _, mask = super().group(i)
-        return ids, self.target.embed(ids), mask
+    def features(self, ids: Tensor) -> Tensor:
+        """[R S W], and no pass of the target."""
+        return self.target.embed(ids)
 
 
 def begin(target: CachedQwen3, setup: Setup, seed: int, block_size: int = 16) -> DraftModel:
@@ -205,19 +199,14 @@ def train(
 ) -> DraftModel:
     """One run: like `recipes.train_dflash`, with the one thing that differs."""
     model = begin(target, setup, seed)
-    rows = read_text(text, setup.text == "temperature 0")
+    rows = read_text(text, every=2 if setup.text == "temperature 0" else 1)
     kind = EmbeddedText if setup.inject == "none" else TextWithFeatures
     data = kind(target, rows, model.config.target_layer_ids, batch, seed)
     B = model.config.block_size
     gamma = default_gamma(B) if setup.decay else float("inf")
 
-    def loss_of(batch: tuple[Tensor, Tensor, Tensor], generator: torch.Generator):
-        ids, features, mask = batch
-        drawn = (sample_anchors(mask, anchors, generator) if setup.anchors == BASE.anchors
-                 else fixed_blocks(mask, anchors, B))
-        return drafter_loss(model, target.embed, target.head, ids, features.float(), drawn, mask,
-                            gamma)
-
+    draw = sample_anchors if setup.anchors == BASE.anchors else partial(fixed_blocks, block_size=B)
+    loss_of = block_loss(model, target, anchors, gamma, draw)
     unseen = [p for _, p in world_prompts(tokenizer, "held_out", 4, KINDS, seed)]
     s = TrainSettings(steps=steps, lr=lr, final_lr=0.02, seed=seed, bf16=True, **settings)
 
@@ -242,14 +231,13 @@ def drafter_of(target: Any, model: DraftModel, setup: Setup) -> DFlashDrafter:
 def measured(
     pair: models.Pair, drafters: Mapping[str, DFlashDrafter], asked: Sequence[bench.Prompt],
     temperatures: Sequence[float], repeats: int, max_new_tokens: int,
-    progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Decode figures of all runs in one process, decoders taking turns: by temperature."""
     from minidflash.kit import duel  # which reads drafters through this file
 
     everybody = {bench.PLAIN: NoDrafter()} | dict(drafters)
-    return {f"{t:g}": duel.measure(pair, asked, everybody, max_new_tokens, repeats, t,
-                                   progress=progress)[0] for t in temperatures}
+    return {f"{t:g}": duel.measure(pair, asked, everybody, max_new_tokens, repeats, t)[0]
+            for t in temperatures}
 
 
 def how_it_went(directory: Path, setup: Setup) -> dict[str, Any]:

@@ -258,14 +258,20 @@ def drafter_text(
     return read_text(directory, ranks)
 
 
-def read_text(directory: Path, ranks: int | str = "*") -> list[tuple[list[int], int]]:
+def read_text(
+    directory: Path, ranks: int | str = "*", every: int = 1
+) -> list[tuple[list[int], int]]:
     """What `drafter_text` has written there, in so many processes, or in any number of them.
+
+    `every` takes each file's rows 0, every, 2 every, ... Its temperatures take turns, so that 2
+    keeps the greedy ones of 0, 0.8, 0, 0.5.
 
     Raises:
         ValueError: there is nothing.
     """
     files = sorted(directory.glob(f"text.*-of-{ranks}.jsonl"))
-    written = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    written = [json.loads(line) for file in files
+               for line in file.read_text().splitlines()[::every]]
     if not written:
         raise ValueError(f"{directory} holds no text.*-of-*.jsonl: no run has written text there")
     return [(line["ids"], line["prompt"]) for line in written]
@@ -294,9 +300,12 @@ class TextWithFeatures:
             for r, (tokens, prompt) in enumerate(rows):
                 ids[r, : len(tokens)] = torch.tensor(tokens)
                 mask[r, prompt : len(tokens)] = True
-            features = self.target.forward(ids, None, self.taps)[1].bfloat16()
-            self.kept[i] = ids, features, mask
+            self.kept[i] = ids, self.features(ids).bfloat16(), mask
         return self.kept[i]
+
+    def features(self, ids: Tensor) -> Tensor:
+        """What the drafter may read of the target at each position: ids [R S], features [R S F]."""
+        return self.target.forward(ids, None, self.taps)[1]
 
     def batch_at(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
         """Batch i: every epoch visits all groups once, in an order of its own."""
@@ -306,12 +315,15 @@ class TextWithFeatures:
         return self.group(int(order[place]))
 
 
-def block_loss(model: DraftModel, target: CachedQwen3, anchors: int, gamma: float) -> Callable:
-    """Room 15's loss on rows with features, with fresh random anchors every time."""
+def block_loss(
+    model: DraftModel, target: CachedQwen3, anchors: int, gamma: float,
+    draw: Callable[..., Tensor] = sample_anchors,
+) -> Callable:
+    """Room 15's loss on rows with features, with anchors [R N] by `draw`: fresh and random."""
 
     def loss_of(batch: tuple[Tensor, Tensor, Tensor], generator: torch.Generator):
         ids, features, mask = batch
-        drawn = sample_anchors(mask, anchors, generator)
+        drawn = draw(mask, anchors, generator)
         return drafter_loss(
             model, target.embed, target.head, ids, features.float(), drawn, mask, gamma
         )
