@@ -172,3 +172,11 @@ def test_the_whole_command(tmp_path, capsys, monkeypatch):
     assert all(f["identical"] for f in report["temperatures"]["0"]["overall"].values())
     monkeypatch.setattr(ablations, "train", None)  # would raise if it were called
     assert ablations.main(args) == 0
+
+
+def test_without_features_the_target_makes_no_pass():
+    """A drafter that reads nothing of the target must not be charged for the target's forwards."""
+    target = tiny.decoder(0)
+    data = ablations.EmbeddedText(target, [([1, 2, 3, 4, 5, 1], 1)], (1,), 1, 0)
+    ids, features, _ = data.group(0)
+    assert target.forwards == 0 and torch.equal(features, target.embed(ids).bfloat16())
