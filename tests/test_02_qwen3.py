@@ -89,6 +89,12 @@ def test_a_row_sees_itself_and_all_before_it(room, new, past):
     assert mask.tolist() == [[s <= past + t for s in range(past + new)] for t in range(new)]
 
 
+@pytest.mark.exercise("2.1")
+def test_the_mask_lies_where_it_is_told_to(room):
+    """Tried on torch's `meta` device, so without a GPU."""
+    assert room.causal_mask(2, 3, "meta").device.type == "meta"
+
+
 # -- exercise 2.2: the stations of the residual stream -------------------------------------------
 
 
@@ -208,6 +214,16 @@ def test_features_stand_side_by_side(room, taps, batch, length):
         assert torch.equal(features[..., 6 * n : 6 * n + 6], states[tap + 1]), (
             f"of taps {taps}, number {n} is not hidden_states[{tap} + 1]")
     assert torch.equal(logits, states[-1] @ model.lm_head.weight.mT)
+
+
+@pytest.mark.exercise("2.2", "2.3")
+def test_a_forward_stays_on_the_models_device(room):
+    """Positions and mask are made where the weights are, wherever the ids come from.
+
+    On torch's `meta` device a tensor made on the CPU does not fit.
+    """
+    logits, features = build(room).to("meta").forward(torch.tensor([[1, 2, 3]]), taps=(1,))
+    assert logits.device.type == features.device.type == "meta"
 
 
 @pytest.mark.exercise("2.3")

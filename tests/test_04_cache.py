@@ -77,6 +77,13 @@ def test_appending_copies_no_old_row(room):
 
 
 @pytest.mark.exercise("4.1")
+def test_a_cache_lies_where_it_is_told_to(room):
+    """Keys and values share a device; tried on `meta`, so without a GPU."""
+    cache = room.KVCache(layers=1, kv_heads=1, head_dim=2, capacity=4, device="meta")
+    assert cache.keys.device.type == cache.values.device.type == "meta"
+
+
+@pytest.mark.exercise("4.1")
 def test_a_full_cache_says_so(room):
     """Rows that do not fit are refused with both numbers, and nothing has changed."""
     cache = room.KVCache(1, 1, 1, capacity=3)

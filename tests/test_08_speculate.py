@@ -527,12 +527,14 @@ def test_time_is_charged_to_who_spent_it(room):
         return forward(*args)
 
     drafter.guess, target.forward = slow_guess, slow_forward
+    begun = time.perf_counter()
     run = room.speculate(target, drafter, [1], 4)
+    elapsed = time.perf_counter() - begun
     for r in run.rounds:
         assert not r.proposed or 0.004 <= r.draft_seconds, f"the draft slept 4 ms: {r}"
         assert 0.012 <= r.verify_seconds, f"the target slept 12 ms: {r}"
     busy = sum(r.draft_seconds + r.verify_seconds for r in run.rounds)
-    assert 0.012 <= run.prefill_seconds and run.prefill_seconds + busy <= run.seconds
+    assert 0.012 <= run.prefill_seconds and run.prefill_seconds + busy <= run.seconds <= elapsed
 
 
 # --- 8.2 the n-gram drafter
@@ -598,6 +600,12 @@ def test_asking_for_a_guess_leaves_no_trace(room):
     assert [drafter.propose(1, 3).tokens for _ in range(3)] == [[2, 3, 1]] * 3
     drafter.commit([1], torch.zeros(1, 0))
     assert drafter.propose(2, 3).tokens == [3, 1, 2], "the text is 1 2 3 1, then the anchor 2"
+
+
+@pytest.mark.exercise("8.2")
+def test_one_guess_a_round_is_a_lookup_too(room):
+    """The smallest block holds the anchor and one guess."""
+    assert told(room, [1, 2, 1], block_size=2, longest=1).propose(1, 1).tokens == [2]
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (4, 0), (0, 1)])

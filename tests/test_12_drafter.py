@@ -160,6 +160,14 @@ def test_a_config_that_cannot_draft_is_refused(room, change, says):
         room.DrafterConfig(**TINY | change)
 
 
+@pytest.mark.parametrize("change", [{"block_size": 2}, {"mask_token_id": 0},
+                                    {"num_hidden_layers": 1}])  # fmt: skip
+def test_the_smallest_drafter_is_a_drafter(room, change):
+    """An anchor and one guess, one layer, and the table's first row as mask are allowed."""
+    (name, value), = change.items()
+    assert getattr(room.DrafterConfig(**TINY | change), name) == value
+
+
 # --- exercise 12.1: what the context offers to one layer -----------------------------------------
 
 

@@ -97,6 +97,13 @@ def test_a_stop_token_inside_the_draft_refuses_nothing(room):
 
 
 @pytest.mark.exercise("18.1")
+def test_one_guess_in_all_is_enough_for_a_share(room):
+    """A single guess, kept, is a share of 1: the zero that must not divide is no guess at all."""
+    found = room.lengths([text(one(1, 1))])
+    assert (found.kept_share, found.alpha) == (1, 1)
+
+
+@pytest.mark.exercise("18.1")
 def test_plain_decoding_has_length_one(room):
     """Where nothing is drafted tau is 1 and every share is 0; an empty text is no request."""
     found = room.lengths([kept(0, 0, drafted=0), Generation([7])])
@@ -411,6 +418,13 @@ def test_not_to_draft_is_a_choice(room):
     costs = {1: (0, 10), 4: (6, 12), 8: (6, 25)}
     assert room.best_block_size([0.3, 0.1, 0.05], costs) == 1
     assert room.best_block_size([0.9, 0.8, 0.7], costs) == 4
+
+
+@pytest.mark.exercise("18.6")
+def test_the_bonus_token_counts_once(room):
+    """A block of 2 writes 1.9 tokens in 18 ms, more per ms than 1 token in 10: draft it."""
+    # Per ms .106 against .100. With one token too many on both sides: .161 against .200.
+    assert room.best_block_size([0.9], {1: (0, 10), 2: (1, 17)}) == 2
 
 
 @pytest.mark.exercise("18.6")

@@ -348,7 +348,8 @@ def test_the_official_package_beside_ours(pair):
     assert found["overall"]["official"]["tokens"] == found["overall"]["plain"]["tokens"]
     assert found["overall"]["fast"]["tau"] == found["overall"]["dflash"]["tau"]
     assert list(found["ratios"]) == [
-        "dflash / official", "fast / official", "fast / dflash", "plain / hf-greedy"]
+        "dflash / official", "fast / official", "fast / dflash", "fast / fast-plain",
+        "plain / hf-greedy", "fast-plain / hf-greedy"]
     assert all(r["decode_median"] > 0 for r in found["ratios"].values())
     told = bench.oracle(found)
     assert told["ratios"]["dflash / official"]["median"] == round(

@@ -32,12 +32,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from minidflash.cache import CachedQwen3
 from minidflash.kit import show
 from minidflash.kit.chat import prompt_ids
 from minidflash.kit.corpus import wild_prompts
 from minidflash.kit.datasets import DATASETS, SHIPPED, Prompt, load_dataset
 from minidflash.kit.datasets import read_prompts as read_prompts
-from minidflash.kit.fast import Fast
+from minidflash.kit.fast import Fast, FastPlain
 from minidflash.kit.models import SHIPPED as SHIPPED_MODELS
 from minidflash.kit.models import Pair, load
 from minidflash.kit.outside import Official, Outside, transformers_decoders
@@ -368,7 +369,8 @@ def measure(
     report["ratios"] = {
         f"{mine} / {theirs}": ratios(runs, mine, theirs)
         for mine, theirs in (
-            ("dflash", "official"), ("fast", "official"), ("fast", "dflash"), (PLAIN, "hf-greedy"))
+            ("dflash", "official"), ("fast", "official"), ("fast", "dflash"),
+            ("fast", "fast-plain"), (PLAIN, "hf-greedy"), ("fast-plain", "hf-greedy"))
         if mine in drafters and theirs in drafters
     }
     if pair.model is not None:
@@ -555,10 +557,12 @@ def chosen_decoders(
         found["eagle"] = EagleDraft(pair.target, head, size)
     if not temperature:
         found |= transformers_decoders(pair.target)
-        # Two more on request: this house's own with fewer launches, and the authors'.
+        # On request: this house's own with fewer and larger steps, and the authors'.
         for name, kind in (("fast", Fast), ("official", Official)):
             if name in (names or ()) and pair.model is not None:
                 found[name] = kind(pair.target, pair.model)
+        if "fast" in found and isinstance(pair.target, CachedQwen3):
+            found["fast-plain"] = FastPlain(pair.target)
     if names is None:
         return found
     kept = {PLAIN: found[PLAIN]}

@@ -7,16 +7,18 @@ Room 16 says what is computed; this says it again with fewer, larger steps, and 
 - guesses stay on the device until the target has judged them. The host reads once per round: how
   many were accepted, and the tokens;
 - the head gets B contiguous rows of a 2-D matrix, the anchor's too, whose result is dropped. A view
-  of B - 1 rows can be slower than all B (on one CPU 51 ms against 21, float32, one thread).
+  of B - 1 rows can be slower than all B (on one CPU 51 ms against 21, float32, one thread);
+- the layers of both models have their products put together (kit/fused.py).
 
-On the shipped pair a commit is 48 torch operations instead of 197; a draft stays 441, a target's
-forward 2190. On one CPU core, where launching is cheap, that makes no difference that could be
-measured. On a GPU each launch costs some microseconds of the host's time whatever it computes, and
-each read waits for everything launched before it. How much this gains there is not measured yet.
+On the shipped pair a commit is 47 torch operations instead of 196, a draft 351 instead of 443, a
+target's forward of 16 rows 1690 instead of 2190. On a GPU each launch costs some microseconds of
+the host's time whatever it computes, and each read waits for everything launched before it. What it
+gains on a CPU stands in docs/results/oracle.json; on a GPU it is not measured yet.
 """
 
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +26,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from minidflash.attention import rotate
+from minidflash.cache import CachedQwen3
 from minidflash.dflash import DFlashDrafter
-from minidflash.drafter import DraftModel
+from minidflash.drafter import KV, DraftModel
 from minidflash.features import fuse
 from minidflash.greedy import check_request, trim
+from minidflash.kit.fused import FusedLayer, FusedTarget
 from minidflash.kit.outside import Outside
 from minidflash.kit.published import drafter_for
-from minidflash.speculate import Generation, Round
+from minidflash.speculate import Generation, NoDrafter, Round, speculate
 
 
 class FastDrafter(DFlashDrafter):
@@ -50,6 +54,8 @@ class FastDrafter(DFlashDrafter):
         self.weight = torch.cat([p.weight for p in parts]).detach()
         self.bias = None if parts[0].bias is None else torch.cat([p.bias for p in parts]).detach()
         self.k_norm = torch.stack([a.k_norm.weight for a in attentions])[:, None].detach()  # L 1 D
+        # Windows, scales and causal layers are left to the model that knows them.
+        self.layers = [FusedLayer(layer) for layer in model.layers if type(model) is DraftModel]
 
     def keys_values(
         self, features: Float[Tensor, "n F"], start: int
@@ -83,8 +89,20 @@ class FastDrafter(DFlashDrafter):
         at = torch.arange(start, start + B, device=self.cache.keys.device)
         context = [(self.cache.keys[i, :, :, :start], self.cache.values[i, :, :, :start])
                    for i in range(len(self.model.layers))]
-        hidden = self.model(self.target.embed(block), at, context)
+        x = self.target.embed(block)
+        if self.layers:
+            cos, sin = self.model.angles(at, x.dtype)
+            for layer, held in zip(self.layers, context, strict=True):
+                x = layer(x, cos, sin, None, partial(joined, held))
+            hidden = self.model.norm(x)
+        else:
+            hidden = self.model(x, at, context)
         return self.target.head(hidden[0]).argmax(-1)[1:]
+
+
+def joined(held: KV, k: Tensor, v: Tensor) -> KV:
+    """Keys and values of the context, then those of the block (eq. 12.2)."""
+    return torch.cat([held[0], k], dim=2), torch.cat([held[1], v], dim=2)
 
 
 @torch.no_grad()
@@ -136,11 +154,29 @@ def generate(
     return out
 
 
+class FastPlain(Outside):
+    """Plain greedy with fused layers, as a decoder of kit.bench: what `Fast` has to beat.
+
+    Raises:
+        ValueError: see `FusedTarget`.
+    """
+
+    def __init__(self, target: Any):
+        self.target = FusedTarget(target)
+
+    def run(
+        self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Collection[int] = ()
+    ) -> Generation:
+        """Continue one prompt."""
+        return speculate(self.target, NoDrafter(), prompt, max_new_tokens, stop_ids)
+
+
 class Fast(Outside):
     """This loop as a decoder of kit.bench."""
 
     def __init__(self, target: Any, model: DraftModel, block_size: int | None = None):
-        self.target, self.drafter = target, FastDrafter(target, model, block_size)
+        self.target = FusedTarget(target) if isinstance(target, CachedQwen3) else target
+        self.drafter = FastDrafter(self.target, model, block_size)
 
     def run(
         self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Collection[int] = ()

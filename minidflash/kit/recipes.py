@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ TINY = Qwen3Config(
     hidden_size=128, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2,
     head_dim=32, vocab_size=1024, num_hidden_layers=24, max_position_embeddings=1024,
 )
-MAY_BE_0 = ("seed", "world", "wild", "taps", "warm", "scored")
+MAY_BE_0 = ("seed", "shares", "world", "wild", "taps", "warm", "scored")
 SHARES = {"maths": 0.33, "code": 0.33, "chat": 0.16, "wild": 0.18}
 
 
@@ -58,7 +58,7 @@ SHARES = {"maths": 0.33, "code": 0.33, "chat": 0.16, "wild": 0.18}
 
 def weighted_rows(
     tokenizer: Any, split: str, seed: int, rows: int, length: int,
-    shares: dict[str, float], prompt_weight: float = 0.25,
+    shares: Mapping[str, float], prompt_weight: float = 0.25,
 ) -> np.ndarray:
     """Documents in random order cut into rows, uint16 [rows 2 length]: ids, and 255 * weight.
 
@@ -158,22 +158,30 @@ def held_out_loss(model: Qwen3, tokenizer: Any, rows: int = 24) -> dict[str, flo
 
 def train_target(
     directory: Path, steps: tuple[int, ...], depths: tuple[int, ...], lr: float, seed: int,
-    batch: int = 8, config: Qwen3Config = TINY, **settings: Any,
+    batch: int = 8, config: Qwen3Config = TINY, start: Path | None = None,
+    shares: Mapping[str, float] = SHARES, **settings: Any,
 ) -> CachedQwen3:
     """Train at each depth in turn, growing in between; the last depth is the shipped one.
 
+    `start` is a target whose weights are the beginning, instead of random ones. `shares` says how
+    much of the text is maths, code, chat and wild.
+
     Raises:
-        ValueError: the processes cannot share a batch evenly.
+        ValueError: the processes cannot share a batch evenly, or `start` does not fit into the
+            first depth (see `grow`).
     """
     tokenizer, ranks, rank = load_tokenizer(), *processes()
     if batch % ranks:
         raise ValueError(f"batch={batch} must be a multiple of the {ranks} processes")
-    model = CachedQwen3(replace(config, num_hidden_layers=depths[0]))
-    initialise(model, seed)
+    if start is None:
+        model = CachedQwen3(replace(config, num_hidden_layers=depths[0]))
+        initialise(model, seed)
+    else:
+        model = checkpoint.load_target(start, "float32").requires_grad_(True)
     for stage, (count, depth) in enumerate(zip(steps, depths, strict=True)):
         last = stage == len(steps) - 1
         model = grow(model, depth)
-        rows = weighted_rows(tokenizer, "train", seed + stage, count * batch, 257, SHARES)
+        rows = weighted_rows(tokenizer, "train", seed + stage, count * batch, 257, shares)
 
         def batch_at(i: int, rows=rows) -> Tensor:
             start = (i * ranks + rank) * (batch // ranks)
@@ -405,6 +413,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     t.add_argument("--depths", type=int, nargs="+", default=[8, 24], help="layers, growing")
     t.add_argument("--lr", type=float, default=2.5e-3)
     t.add_argument("--batch", type=int, default=8, help="rows of 256 tokens per step")
+    t.add_argument("--from-weights", type=Path, dest="start", metavar="DIR",
+                   help="go on from this target")
+    t.add_argument("--shares", type=float, nargs=4, default=list(SHARES.values()),
+                   metavar=tuple(kind.upper() for kind in SHARES), help="of the text")
     t.add_argument("--seed", type=int, default=3)
     d = kinds.add_parser("dflash", help="a DFlash drafter for a target")
     d.add_argument("directory", type=Path, nargs="?", default=Path("runs/dflash"))
@@ -445,6 +457,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1 if ranks > 1 else torch.get_num_threads())
     if what == "target":
         args["steps"], args["depths"] = tuple(args["steps"]), tuple(args["depths"])
+        args["shares"] = dict(zip(SHARES, args["shares"], strict=True))
         model = train_target(directory, **args)
         if rank == 0:
             tokenizer = load_tokenizer()
