@@ -58,6 +58,14 @@ def test_a_norm_forgets_the_length_of_a_row(room, size, seed, scale):
     torch.testing.assert_close(out, torch.nn.functional.rms_norm(rows, (size,), eps=1e-20))
 
 
+def test_a_row_of_zeros_stays_one(room):
+    """Epsilon is added to the mean square: nothing is divided by 0, and a short row stays short."""
+    norm = room.RMSNorm(2, eps=0.25)
+    assert norm(torch.zeros(2)).tolist() == [0, 0]
+    # (1, 1) has the mean square 1; sqrt(1 + 0.25) = 1.118.
+    assert norm(torch.ones(2)).tolist() == pytest.approx([1 / 1.25**0.5] * 2)
+
+
 def test_a_norm_computes_in_float32(room):
     """RMSNorm squares in float32 even for half-precision rows: 300 squared is no overflow."""
     out = room.RMSNorm(4, eps=1e-6).half()(torch.full((4,), 300.0, dtype=torch.float16))
@@ -102,6 +110,13 @@ def test_angles_are_computed_in_float32(room):
     assert cos.dtype == sin.dtype == torch.bfloat16
     assert abs(float(cos[0, 0]) - math.cos(1001)) < 0.01, "the angle of token 1001, not of 1000"
     assert abs(float(sin[0, 0]) - math.sin(1001)) < 0.01, "the angle of token 1001, not of 1000"
+
+
+@pytest.mark.exercise("1.1")
+def test_a_rotary_table_lies_where_the_positions_are(room):
+    """Tried on torch's `meta` device, so without a GPU."""
+    cos, sin = room.rotary(torch.arange(3, device="meta"), 4, 100.0)
+    assert cos.device.type == sin.device.type == "meta"
 
 
 # -- exercise 1.2: rotate -----------------------------------------------------------------------
@@ -304,6 +319,14 @@ def test_the_heads_side_by_side(room):
     rows = torch.cat(attend_by_hand(q, k, v, mask.expand(2, 4, 3, 3)).unbind(1), dim=-1)
     expected = rows @ layer.o_proj.weight.mT + layer.o_proj.bias
     torch.testing.assert_close(layer.mix(q, k, v, mask), expected)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_projections_have_a_bias_only_if_the_config_says_so(room, biased):
+    """Qwen3 has none; `attention_bias` gives one to each of the four projections."""
+    layer = room.Attention(room.LayerConfig(**SIZES, attention_bias=biased))
+    found = {name for name, _ in layer.named_parameters() if name.endswith("bias")}
+    assert found == ({f"{x}_proj.bias" for x in "qkvo"} if biased else set())
 
 
 def test_the_fused_kernel_is_called_once_with_the_heads_as_they_are(room, monkeypatch):

@@ -8,8 +8,9 @@ import small
 import torch
 
 from minidflash.cache import CachedQwen3, greedy_cached
-from minidflash.kit import recipes
+from minidflash.kit import checkpoint, recipes
 from minidflash.kit.answers import continue_rows, wild_cuts, world_prompts, write_answers
+from minidflash.kit.practice import CALLS, practice
 from minidflash.kit.tokenizer import END_ID, MASK_ID, load_tokenizer
 from minidflash.kit.world import document
 
@@ -45,6 +46,50 @@ def test_growing_to_no_multiple_is_refused(target):
     """A depth that is no multiple of the old one is refused."""
     with pytest.raises(ValueError, match="layers=10 must be a multiple of the old depth 7"):
         recipes.grow(target, 10)
+
+
+def test_a_thinned_model_is_the_one_that_was_grown(target):
+    """Thinning 21 layers to 7 leads back; a depth that does not divide is refused."""
+    back = recipes.thin(recipes.grow(target, 21), 7)
+    ids = torch.randint(2, 1024, (2, 9), generator=torch.Generator().manual_seed(1))
+    assert back.config.num_hidden_layers == 7
+    assert torch.equal(back(ids)[0], target(ids)[0])
+    with pytest.raises(ValueError, match="depth 7 must be a multiple of the new depth 3"):
+        recipes.thin(target, 3)
+
+
+def test_a_target_goes_on_from_its_weights(target, tmp_path):
+    """With one step and next to no learning rate the run returns the weights it began with, at the
+    depth that was asked for."""
+    checkpoint.save_target(recipes.grow(target, 14), tmp_path / "start")
+    deep = recipes.train_target(tmp_path / "run", (1, 1), (7, 14), 1e-9, 3, 2,
+                                start=tmp_path / "start")
+    ids = torch.randint(2, 1024, (1, 9), generator=torch.Generator().manual_seed(1))
+    assert deep.config.num_hidden_layers == 14
+    stored = checkpoint.load_target(tmp_path / "start", "float32")  # rounded to bfloat16
+    torch.testing.assert_close(deep(ids)[0], stored(ids)[0], atol=1e-4, rtol=1e-4)
+
+
+def test_practice_is_true_and_weighs_its_results(tokenizer):
+    """A page asks for several calls, runs its own function for each, and weighs what is hard: the
+    function and the results, not the calls."""
+    for index in range(40):
+        pieces = practice(index, 5)
+        prompt, source, *lines = (text for text, _ in pieces)
+        assert prompt.startswith("Task: ") and "several calls" in prompt
+        assert len(lines) == 2 * CALLS and [w for _, w in pieces] == [0.25, 1, *[0, 1] * CALLS]
+        space: dict = {}
+        exec(source, space)
+        for call, result in zip(lines[::2], lines[1::2], strict=True):
+            assert result == "\n" + repr(eval(call.removeprefix("\n>>> "), space))
+    rows = recipes.weighted_rows(tokenizer, "train", 5, 2, 300, {"practice": 1.0})
+    ids, weight = rows[0]
+    told = tokenizer.decode(ids.tolist())
+    assert told.startswith("Task: ") and set(weight.tolist()) == {0, 63, 255}
+    silent = tokenizer.decode(ids[weight == 0].tolist())
+    assert silent.count("\n>>> ") == told.count("\n>>> ") and "def " not in silent
+    with pytest.raises(ValueError, match="index is -1"):
+        practice(-1)
 
 
 def test_prompt_tokens_weigh_a_quarter(tokenizer):

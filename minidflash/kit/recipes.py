@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from minidflash.kit.answers import (
     write_answers,
 )
 from minidflash.kit.block_attention import block_attention
+from minidflash.kit.practice import practice
 from minidflash.kit.store import Store, write_atomically
 from minidflash.kit.tokenizer import END_ID, MASK_ID, load_tokenizer, save_tokenizer, texts
 from minidflash.kit.world import KINDS, Dice, document
@@ -50,7 +51,8 @@ TINY = Qwen3Config(
     head_dim=32, vocab_size=1024, num_hidden_layers=24, max_position_embeddings=1024,
 )
 MAY_BE_0 = ("seed", "shares", "world", "wild", "taps", "warm", "scored")
-SHARES = {"maths": 0.33, "code": 0.33, "chat": 0.16, "wild": 0.18}
+SHARES = {"maths": 0.33, "code": 0.33, "chat": 0.16, "wild": 0.18, "practice": 0.0}
+Pieces = list[tuple[str, float]]
 
 
 # ------------------------------------------------------------------------------------ the target
@@ -63,30 +65,37 @@ def weighted_rows(
     """Documents in random order cut into rows, uint16 [rows 2 length]: ids, and 255 * weight.
 
     A prompt is random and cannot be guessed, so its tokens weigh less than those of the answer.
+    Besides the kinds, `shares` may ask for "wild" and for "practice" (kit/practice.py).
     """
     encode = tokenizer.backend_tokenizer.encode_batch_fast
     parts: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def add(prompt: list[int], answer: list[int]) -> int:
-        ids = np.array([*prompt, *answer, END_ID], np.uint16)
-        weight = np.full(len(ids), 255, np.uint16)
-        weight[: len(prompt)] = int(255 * prompt_weight)
-        parts.append((ids, weight))
-        return len(ids)
+    def pages(kind: str, first: int, size: int, wild: Iterator[str]) -> list[Pieces]:
+        if kind == "wild":
+            return [[(text, 1.0)] for text in itertools.islice(wild, size)]
+        if kind == "practice":
+            return [practice(first + i, seed) for i in range(size)]
+        documents = [document(kind, split, first + i, seed) for i in range(size)]
+        return [[(d.prompt, prompt_weight), (d.answer, 1.0)] for d in documents]
+
+    def add(pieces: Pieces, encoded: Sequence[Any]) -> int:
+        ids = [token for e in encoded for token in e.ids]
+        weights = [weight for (_, weight), e in zip(pieces, encoded, strict=True) for _ in e.ids]
+        parts.append((np.array([*ids, END_ID], np.uint16),
+                      (255 * np.array([*weights, 1.0])).astype(np.uint16)))
+        return len(ids) + 1
 
     for kind, share in shares.items():
         wanted, done = share / sum(shares.values()) * rows * length, 0
         wild = texts("wild", split, seed) if kind == "wild" else iter(())
         while wanted > 0:
-            size = min(4096, int(wanted / (500 if kind == "wild" else 90)) + 1)
-            if kind == "wild":
-                prompts, answers = [""] * size, list(itertools.islice(wild, size))
-            else:
-                documents = [document(kind, split, done + i, seed) for i in range(size)]
-                prompts, answers = [d.prompt for d in documents], [d.answer for d in documents]
+            size = min(4096, int(wanted / (90 if kind in KINDS else 400)) + 1)
+            made = pages(kind, done, size, wild)
             done += size
-            for p, a in zip(encode(prompts), encode(answers), strict=True):
-                wanted -= add(p.ids, a.ids) if wanted > 0 else 0
+            encoded = iter(encode([text for pieces in made for text, _ in pieces]))
+            for pieces in made:
+                taken = list(itertools.islice(encoded, len(pieces)))
+                wanted -= add(pieces, taken) if wanted > 0 else 0
     dice = Dice(f"order/{split}/{seed}")
     keys = [dice.random() for _ in parts]
     order = sorted(range(len(parts)), key=keys.__getitem__)
@@ -131,6 +140,24 @@ def grow(shallow: Qwen3, layers: int) -> CachedQwen3:
     return deep
 
 
+def thin(deep: Qwen3, layers: int) -> CachedQwen3:
+    """The way back from `grow`: only the first layer of each group stays.
+
+    Raises:
+        ValueError: the depth is no multiple of `layers`.
+    """
+    old = deep.config.num_hidden_layers
+    if layers < 1 or old % layers:
+        raise ValueError(f"depth {old} must be a multiple of the new depth {layers}")
+    shallow = CachedQwen3(replace(deep.config, num_hidden_layers=layers))
+    for name in ("embed_tokens", "norm"):
+        getattr(shallow.model, name).load_state_dict(getattr(deep.model, name).state_dict())
+    shallow.lm_head.load_state_dict(deep.lm_head.state_dict())
+    for mine, theirs in zip(shallow.model.layers, deep.model.layers[:: old // layers], strict=True):
+        mine.load_state_dict(theirs.state_dict())
+    return shallow
+
+
 def language_loss(model: Qwen3) -> Callable:
     """Next-token loss of weighted rows. The mask id never competes, so its row stays ordinary."""
 
@@ -163,8 +190,8 @@ def train_target(
 ) -> CachedQwen3:
     """Train at each depth in turn, growing in between; the last depth is the shipped one.
 
-    `start` is a target whose weights are the beginning, instead of random ones. `shares` says how
-    much of the text is maths, code, chat and wild.
+    `start` is a target whose weights are the beginning, instead of random ones; if it is deeper
+    than the first depth, it is thinned (see `thin`). `shares` says how much of the text is what.
 
     Raises:
         ValueError: the processes cannot share a batch evenly, or `start` does not fit into the
@@ -178,6 +205,7 @@ def train_target(
         initialise(model, seed)
     else:
         model = checkpoint.load_target(start, "float32").requires_grad_(True)
+        model = thin(model, min(depths[0], model.config.num_hidden_layers))
     for stage, (count, depth) in enumerate(zip(steps, depths, strict=True)):
         last = stage == len(steps) - 1
         model = grow(model, depth)
@@ -415,7 +443,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     t.add_argument("--batch", type=int, default=8, help="rows of 256 tokens per step")
     t.add_argument("--from-weights", type=Path, dest="start", metavar="DIR",
                    help="go on from this target")
-    t.add_argument("--shares", type=float, nargs=4, default=list(SHARES.values()),
+    t.add_argument("--shares", type=float, nargs=len(SHARES), default=list(SHARES.values()),
                    metavar=tuple(kind.upper() for kind in SHARES), help="of the text")
     t.add_argument("--seed", type=int, default=3)
     d = kinds.add_parser("dflash", help="a DFlash drafter for a target")

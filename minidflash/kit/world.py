@@ -1247,7 +1247,13 @@ def _compiled(source: str) -> Any:
     return compile(source, "<world>", "exec")
 
 
-def _run(source: str, call: str) -> str:
+def source_of(name: str, parameters: str, docstring: str, body: Sequence[str]) -> str:
+    """The text of a function of the world."""
+    lines = [f"def {name}({parameters}):", f'    """{docstring}"""']
+    return "\n".join([*lines, *("    " + line for line in body)])
+
+
+def run(source: str, call: str) -> str:
     """Run our own function in a fresh namespace and return the repr of the call's result."""
     namespace: dict[str, Any] = {}
     exec(_compiled(source), namespace)
@@ -1263,15 +1269,9 @@ def _build(kind: str, form: str, dice: Dice) -> Document:
     elif kind == "code":
         names, does, parameters, docstring, body, arguments = drawn
         name = dice.choice(names)
-        source = "\n".join(
-            [
-                f"def {name}({parameters}):",
-                f'    """{docstring}"""',
-                *("    " + line for line in body),
-            ]
-        )
+        source = source_of(name, parameters, docstring, body)
         call = f"{name}({', '.join(map(repr, arguments))})"
-        lines = [source, f">>> {call}", _run(source, call)]
+        lines = [source, f">>> {call}", run(source, call)]
         prompt = (
             "Task: "
             + dice.choice(_TASKS).format(name=name, does=dice.choice(does), call=call)
