@@ -333,6 +333,33 @@ def test_one_pass_equals_block_by_block_passes(room, model, n, size, seed):
     assert model.fed == [[2, 2 * n]], f"one pass over 2n = {2 * n} places; yours: {model.fed}"
 
 
+@pytest.mark.exercise("6.4")
+def test_positions_and_mask_lie_where_the_text_does(room):
+    """Tried on torch's `meta` device, so without a GPU."""
+    clean, seen = torch.zeros(1, 4, dtype=torch.long, device="meta"), []
+
+    def stub(ids, positions, mask):
+        seen.extend(x.device.type for x in (ids, positions, mask))
+        return torch.zeros(*ids.shape, V, device="meta")
+
+    assert room.noisy_logits(stub, clean, clean, 2).shape == (1, 4, V)
+    assert seen == ["meta"] * 3, f"ids, positions, mask: {seen}"
+
+
+def test_reading_makes_its_mask_where_the_weights_are(room):
+    """Tried on torch's `meta` device, so without a GPU."""
+    seen = []
+
+    class Stub:
+        lm_head = torch.nn.Linear(2, V, device="meta")
+
+        def __call__(self, ids, positions, mask, cache):
+            seen.append(mask.device.type)
+            return torch.zeros(1, ids.shape[1], V)
+
+    assert room.read(Stub(), [1, 2, 3], 2, None).shape == (3, V) and seen == ["meta"]
+
+
 @pytest.mark.exercise("6.4", "6.2")
 def test_blocks_as_long_as_the_text_are_chapter_05(room, model):
     """With L = n the noisy copy answers like room 05's model, which never saw a clean one."""
@@ -535,6 +562,29 @@ def test_a_cached_pass_equals_a_full_one(room, model, prompt, size, budget, step
     assert all(0 <= x < MASK for x in out), f"{out}: {MASK} is the mask, and no answer"
     for held in model.cached:
         assert held == [*prompt, *out][: len(held)], f"the cache held {held}: is there noise in it?"
+
+
+@pytest.mark.exercise("6.7")
+def test_no_budget_means_no_pass(room, model):
+    """Nothing is asked for, so nothing is computed."""
+    model.begin(0)
+    assert room.block_sample(model, [1, 2], 0, 4, MASK, generator=generator()) == []
+    assert not model.fed, f"passes of {model.fed} rows and places for an empty answer"
+
+
+def test_reading_with_a_cache_and_without(room, model):
+    """`read` gives the logits of what the cache lacks; without a cache that is the whole text."""
+    words, cache = [1, 2, 3, 4, 2, 1], model.begin(0).new_cache(8)
+    first = room.read(model, words[:4], 2, cache)
+    rest, whole = room.read(model, words, 2, cache), room.read(model, words, 2, None)
+    assert len(whole) == 6 and torch.allclose(torch.cat([first, rest]), whole)
+
+
+@pytest.mark.exercise("6.7")
+def test_any_row_of_the_table_may_be_the_mask(room, model):
+    """Also row 0: it is never written, and it stands for what is hidden."""
+    out = room.block_sample(model, [1, 2], 6, 4, 0, generator=generator())
+    assert len(out) == 6 and 0 not in out
 
 
 @pytest.mark.exercise("6.7")
