@@ -70,6 +70,21 @@ def test_a_cache_and_positions_give_the_masked_pass(room):
     assert not torch.allclose(model(ids, positions=torch.arange(5) * 2), model(ids))
 
 
+def test_every_row_may_have_a_mask_of_its_own(room):
+    """A mask [B T S] is one per row, for all heads: three rows see what they see alone."""
+    model, ids = predictor(room, 6), ids_of([0, 3, 1], [4, 2, 0], [1, 1, 3])
+    masks = torch.stack([torch.ones(3, 3).tril(), torch.ones(3, 3), torch.eye(3)]).bool()
+    alone = [model(ids[i : i + 1], mask=masks[i]) for i in range(3)]
+    assert torch.allclose(model(ids, mask=masks), torch.cat(alone))
+
+
+def test_the_predictor_stays_on_its_device(room):
+    """Tried on torch's `meta` device, so without a GPU: positions, and the mask's column."""
+    model = predictor(room, 1).to("meta")
+    logits = model(ids_of([0, 3, 1]))
+    assert room.without_mask(logits, MASK).device.type == "meta"
+
+
 def test_the_mask_is_no_answer(room):
     """Without the mask's logit its probability is 0 and the other logits stay as they were."""
     logits = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0)).double()
@@ -592,6 +607,26 @@ def test_random_remasking_asks_nobody(room):
 
 
 @pytest.mark.exercise("5.6")
+def test_a_random_order_comes_from_the_generator_alone(room):
+    """The same generator uncovers in the same order, whatever the global chance is at."""
+    orders = []
+    for elsewhere in range(6):
+        torch.manual_seed(elsewhere)
+        film = Film()
+        room.denoise(Fixed(SIX), [2], 6, 6, MASK, low_confidence=False, watch=film,
+                     generator=torch.Generator().manual_seed(1))
+        orders.append(film.kept)
+    assert all(order == orders[0] for order in orders), orders
+
+
+@pytest.mark.exercise("5.6")
+def test_any_row_of_the_table_may_be_the_mask(room):
+    """Also row 0: it is never written."""
+    out = room.denoise(predictor(room, 4), [1, 2], 6, 3, 0)
+    assert len(out) == 6 and 0 not in out
+
+
+@pytest.mark.exercise("5.6")
 def test_a_drawn_token_is_ranked_by_its_clean_probability(room):
     """At temperature 5 what is kept is what the clean logits were surest of among the draws."""
     # case H8
@@ -627,6 +662,9 @@ def test_a_stop_token_ends_the_text(room):
         out = room.denoise(model, [2], 6, 6, MASK, block=block, stop_ids=(1,), watch=film)
         assert out == [0, 1], f"block {block}"
         assert len(model.seen) == forwards, f"block {block}: {len(model.seen)} forwards"
+        model = Fixed([(2, 0.99)] * 9 + said[1:])
+        assert room.denoise(model, [2] * 9, 6, 6, MASK, block=block, stop_ids=(1,)) == [0, 1]
+        assert len(model.seen) == forwards, f"a longer prompt: {len(model.seen)} forwards"
     model = Fixed(said)
     assert room.denoise(model, [2], 6, 1, MASK, stop_ids=(2,)) == [0, 1, 2]
     assert room.denoise(model, [2], 6, 6, MASK, stop_ids=()) == [0, 1, 2, 2, 2, 2]
