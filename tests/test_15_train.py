@@ -6,6 +6,7 @@ Truths: numbers worked by hand, one pass per block against the packed pass, and 
 
 import copy
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -181,6 +182,21 @@ def test_many_batches_are_still_one_update(room):
     assert [batch is given for (batch, _), given in zip(calls, batches, strict=True)] == [True] * 4
     assert all(generator is g for _, generator in calls), "the generator goes to the loss"
     assert len(moves) == 1, f"{len(moves)} moves: accumulate four batches, then move once"
+
+
+@pytest.mark.exercise("15.2")
+def test_sums_are_added_up_in_float64(room):
+    """A loss of 2^24 and one of 1 make 16777217: in float32 the 1 would be lost."""
+    model = Scale()
+    losses = iter([16777216.0, 1.0])
+
+    def loss_of(batch, generator):
+        return model.p.sum() * 0 + next(losses), torch.tensor(0.5), {}
+
+    optimiser = torch.optim.SGD(model.parameters(), lr=1.0)
+    mean, _, _ = room.optimiser_step(model, optimiser, loss_of, [1, 2],
+                                     room.TrainSettings(steps=1), None)
+    assert mean == 16777217
 
 
 @pytest.mark.exercise("15.2")
@@ -409,6 +425,18 @@ def test_no_feature_at_or_after_an_anchor_matters(room, pair):
     assert after == pytest.approx(before, rel=1e-9), "a block saw features from its own future"
     other = packed(room, pair, (ids, past, loss_mask), [[3, 5], [4, 5]])[0].item()
     assert abs(other - before) > 1e-6, "the context does not reach the blocks at all"
+
+
+@pytest.mark.exercise("15.3")
+def test_the_packed_pass_stays_on_its_device(room, pair):
+    """Tried on torch's `meta` device, where a tensor made on the CPU does not fit."""
+    target, model = (copy.deepcopy(m).to("meta") for m in pair)
+    ids, features, loss_mask = (x.to("meta") for x in rows(pair[0]))
+    anchors = torch.zeros(2, 2, dtype=torch.long, device="meta")
+    loss, weight, parts = room.drafter_loss(model, target.embed, target.head, ids, features,
+                                            anchors, loss_mask, GAMMA)
+    found = {x.device.type for x in (loss, weight, *parts.values())}
+    assert found == {"meta"}
 
 
 @pytest.mark.exercise("15.3")
@@ -647,6 +675,49 @@ def test_a_run_stopped_anywhere_ends_in_the_same_bits(room, stops, save_every):
             continue
     assert same(bits(model), bits(undisturbed)), f"stopped in losses {stops}, saved {save_every}"
     assert timeless(log) == timeless(truth), "the log goes back to the save with the weights"
+
+
+def test_a_run_is_saved_when_it_is_due(room):
+    """Every `save_every` steps and at the end, with what has been done by then."""
+    saved = []
+
+    class Noting(Memory):
+        def save(self, model, optimiser, generator, step, log):
+            saved.append(step)
+            super().save(model, optimiser, generator, step, log)
+
+    model = Line()
+    s = settings(room, steps=7, save_every=3)
+    room.fit(model, line_loss(model), numbers, s, Noting(), quiet=True)
+    assert saved == [0, 3, 6, 7], "0 is this test's own: nothing had been kept"
+
+
+def test_seconds_are_those_of_all_sittings(room, capsys):
+    """The log's seconds run from the start, go on where a run goes on, and the bar counts so too.
+    """
+    begun, model, store = time.perf_counter(), Line(), Memory()
+    log = room.fit(model, line_loss(model), numbers, settings(room, steps=4), store, quiet=True)
+    seconds = [line["seconds"] for line in log]
+    assert 0 <= seconds[0] and seconds == sorted(seconds)
+    assert seconds[-1] <= time.perf_counter() - begun
+    weights, moments, dice, step, log = store.kept
+    store.kept = weights, moments, dice, step, [*log[:-1], log[-1] | {"seconds": 100.0}]
+    begun = time.perf_counter()
+    log = room.fit(model, line_loss(model), numbers, settings(room, steps=6), store)
+    assert 100 <= log[-1]["seconds"] <= 100 + time.perf_counter() - begun
+    assert "4/6" in (bar := capsys.readouterr().err) and "6/6" in bar, "4 of 6 are done already"
+
+
+def test_a_slot_seen_once_counts_in_full(room):
+    """Seen once and right is an accuracy of 1: only a slot never seen must not be divided by."""
+    model = Line()
+
+    def loss_of(x, generator):
+        counts = {"right": torch.tensor([1, 0]), "seen": torch.tensor([1, 0])}
+        return (model.a * x + model.b).square().sum(), torch.tensor(3.0), counts
+
+    log = room.fit(model, loss_of, numbers, settings(room, steps=1), quiet=True)
+    assert log[0]["accuracy"] == [1.0, 0.0]
 
 
 def test_a_finished_run_is_not_trained_again(room):
