@@ -69,7 +69,7 @@ gpu: $(VENV)/.ready-test  ## the kernel on a CUDA machine: right, then how fast
 	$(PY) -m minidflash latency --random-weights Qwen3-4B --device cuda --json docs/results
 
 mutants: $(VENV)/.ready-test  ## small mistakes, made by machine: which does a spec not notice?
-	$(PY) -m minidflash.kit.mutate verify loss anchors greedy features dflash --json docs/results/mutants.json
+	$(PY) -m minidflash.kit.mutate all --json docs/results/mutants.json
 
 clean:           ## remove what make made (not work/)
 	rm -rf $(VENV) build docs/_generated docs/_static/mathjax .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

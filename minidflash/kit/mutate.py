@@ -184,13 +184,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the survivors of each room; status 0 whatever they are."""
     parser = argparse.ArgumentParser(prog="minidflash.kit.mutate", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("room", nargs="+", help="rooms by name or number")
+    parser.add_argument("room", nargs="+", help="by name or number; all")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth mutant")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="begin at mutant N")
     parser.add_argument("--json", type=Path, help="write the survivors there, too")
     args = parser.parse_args(argv)
     report = {}
-    for word in args.room:
+    for word in start.rooms() if args.room == ["all"] else args.room:
         room = start.room(word)
         began = time.monotonic()
         alive, hung, tried = survivors(room, args.every, args.first)
