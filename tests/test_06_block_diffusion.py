@@ -346,6 +346,7 @@ def test_positions_and_mask_lie_where_the_text_does(room):
     assert seen == ["meta"] * 3, f"ids, positions, mask: {seen}"
 
 
+@pytest.mark.exercise("6.1", "6.2")
 def test_reading_makes_its_mask_where_the_weights_are(room):
     """Tried on torch's `meta` device, so without a GPU."""
     seen = []
@@ -572,6 +573,7 @@ def test_no_budget_means_no_pass(room, model):
     assert not model.fed, f"passes of {model.fed} rows and places for an empty answer"
 
 
+@pytest.mark.exercise("6.1", "6.2")
 def test_reading_with_a_cache_and_without(room, model):
     """`read` gives the logits of what the cache lacks; without a cache that is the whole text."""
     words, cache = [1, 2, 3, 4, 2, 1], model.begin(0).new_cache(8)

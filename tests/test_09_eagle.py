@@ -246,6 +246,22 @@ def test_a_row_looks_at_what_store_answers(room):
 
 
 @pytest.mark.exercise("9.4")
+def test_a_row_is_computed_where_the_weights_are(room):
+    """Positions and mask may come from elsewhere; tried on torch's `meta` device."""
+    _, model = pair(room, 3)
+    g = torch.zeros(1, 2, 8, dtype=torch.float64, device="meta")
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    out = model.to("meta")(g, g, torch.arange(2), lambda k, v: (k, v), mask)
+    assert out.device.type == "meta"
+
+
+def test_the_layer_has_no_bias(room):
+    """Qwen3 has none, and neither has what EAGLE-3 adds: fc, and an own head."""
+    _, model = pair(room, 3, t2d=torch.arange(6) < 4)
+    assert not [name for name, _ in model.named_parameters() if name.endswith("bias")]
+
+
+@pytest.mark.exercise("9.4")
 def test_the_residual_stream_is_the_features(room):
     """With silent attention and MLP the layer passes on the feature, and no trace of the token."""
     _, model = pair(room, 0)
@@ -418,6 +434,19 @@ def test_the_first_token_of_an_answer_is_learnt_and_the_end_is_not_passed(room):
     _, weight, counts = loss_of(model, target, [[1, 2, 3, 4, 5]], [[0, 0, 1, 1, 1]], steps=3)
     assert counts["seen"].tolist() == [3, 2, 1], "tokens 2, 3, 4 from rows 0, 1, 2; then 3, 4; 4"
     assert float(weight) == pytest.approx(3 + 2 * 0.8 + 0.64)
+
+
+@pytest.mark.exercise("9.6")
+def test_a_long_prompt_is_not_unrolled(room):
+    """A chain of 3 steps that leaves row 4 reaches token 8: the chains before it ask for nothing.
+    """
+    target, model = pair(room, 6)
+    rows = []
+    model.register_forward_hook(lambda _, args, out: rows.append(args[0].shape[1]))
+    ids, first = [[1, 2, 3, 4, 5, 0] * 2, [5, 4, 3, 2, 1, 0] * 2], [0] * 8 + [1] * 4
+    _, _, counts = loss_of(model, target, ids, [first, [0] * 9 + [1] * 3], steps=3)
+    assert counts["seen"].tolist() == [7, 7, 7]
+    assert rows == [12, 8, 8], f"rows {rows}: all once, for their keys; then rows 4 to 11"
 
 
 @pytest.mark.exercise("9.6")
