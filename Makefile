@@ -72,7 +72,7 @@ mutants: $(VENV)/.ready-test  ## small mistakes, made by machine: which does a s
 	$(PY) -m minidflash.kit.mutate all --json docs/results/mutants.json
 
 clean:           ## remove what make made (not work/)
-	rm -rf $(VENV) build docs/_generated docs/_static/mathjax .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build dist docs/_generated docs/_static/mathjax .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
 
 # One stamp per set of extras. An install that was cut off leaves .installing behind, and the environment starts anew.
 EXTRAS_run       :=

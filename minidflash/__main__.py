@@ -108,7 +108,8 @@ def info(args: argparse.Namespace) -> int:
 
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     print(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
-    for name in ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton"):
+    print(f"{'torch':<13}{torch.__version__}")  # it also names the build, such as +cpu
+    for name in ("transformers", "tokenizers", "safetensors", "numpy", "triton"):
         try:
             print(f"{name:<13}{version(name)}")
         except ImportError:

@@ -218,10 +218,8 @@ def test_features_stand_side_by_side(room, taps, batch, length):
 
 @pytest.mark.exercise("2.2", "2.3")
 def test_a_forward_stays_on_the_models_device(room):
-    """Positions and mask are made where the weights are, wherever the ids come from.
-
-    On torch's `meta` device a tensor made on the CPU does not fit.
-    """
+    """Positions and mask are made where the weights are, wherever the ids come from (tried on
+    `meta`)."""
     logits, features = build(room).to("meta").forward(torch.tensor([[1, 2, 3]]), taps=(1,))
     assert logits.device.type == features.device.type == "meta"
 

@@ -105,6 +105,7 @@ COMMANDS = [
     (["start", "dance"], "there is no room 'dance'"),
     (["start"], "name a room"),
     (["grade", "nowhere"], "nowhere is no folder"),
+    (["grade", ".", "--output", "nowhere/ada.json"], "nowhere is no folder: --output has nowhere"),
     (["info", "more"], "unrecognized arguments: more"),
 ]  # fmt: skip
 

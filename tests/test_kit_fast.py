@@ -168,7 +168,7 @@ def test_a_fused_target_in_bfloat16_stays_as_close_as_the_room():
 
 
 def test_a_fused_layer_is_four_products(monkeypatch):
-    """Per layer W_qkv, W_o, gate and up, and down; the room's has seven. The head comes on top."""
+    """Per layer W_qkv, W_o, gate and up, and down, where the room's has seven; then the head."""
     target = tiny.decoder(0, 6, layers=3).requires_grad_(False)
     fused, calls, linear = FusedTarget(target), [], torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear",

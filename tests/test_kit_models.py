@@ -116,3 +116,12 @@ def test_the_number_format_follows_the_device(monkeypatch):
     for capability, dtype in (((9, 0), "bfloat16"), ((8, 0), "bfloat16"), ((7, 5), "float16")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         assert models.default_dtype("cuda") == dtype
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_a_gpu_that_is_not_there_is_named(monkeypatch, name):
+    """Without a GPU, asking for one is one clear error before any file is read."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for call in (models.load, models.load_target):
+        with pytest.raises(ValueError, match=f"device='{name}' cannot be used here: this torch"):
+            call("nowhere", device=name)

@@ -116,6 +116,16 @@ def test_a_terminal_breaks_lines_between_words(words, monkeypatch):
     assert file.getvalue() == text
 
 
+def test_lines_are_broken_without_colour_too(words, monkeypatch):
+    """NO_COLOR takes the colour and the marks away, not the line ends; and nothing from the model
+    reaches the terminal raw."""
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("NO_COLOR", "1")
+    out = Terminal()
+    show.Stream(words, out).prompt("Question: what is broken between\x1b its words?")
+    assert out.getvalue() == "Question: what is\nbroken between␛ its\nwords?"
+
+
 @pytest.mark.parametrize("setting, value", [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_who_wants_no_colour_gets_text(words, monkeypatch, setting, value):
     """NO_COLOR, or a terminal that cannot, gets plain text."""

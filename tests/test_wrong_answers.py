@@ -100,7 +100,7 @@ def assert_noticed(verdict: dict, what: str) -> None:
     assert verdict["tests"] != 0, f"{what}: no test is marked with this exercise"
     assert "does not import" not in said, f"{what}: the room does not even import\n{said}"
     assert said or not verdict["finished"], (
-        f"{what}: all {verdict['tests']} tests pass all the same"
+        f"{what}: all tests of the exercise ({verdict['tests']}) pass all the same"
     )
 
 

@@ -125,12 +125,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m minidflash grade", description="Mark the exercises in a folder of rooms."
     )
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("work"))
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("work"),
+                        help="of the rooms (default: work)")
     parser.add_argument("--only", nargs="+", default=(), metavar="ROOM", help="just these rooms")
-    parser.add_argument("--output", type=Path, default=Path("results.json"), metavar="FILE")
-    parser.add_argument("--seconds", type=float, default=600, help="limit for one room's spec")
-    parser.add_argument("--test-seconds", type=float, default=60, help="of computing, for one test")
+    parser.add_argument("--output", type=Path, default=Path("results.json"), metavar="FILE",
+                        help="where the marks go (default: results.json)")
+    parser.add_argument("--seconds", type=float, default=600,
+                        help="limit for one room's spec (default: 600)")
+    parser.add_argument("--test-seconds", type=float, default=60,
+                        help="of computing, for one test (default: 60)")
     args = parser.parse_args(argv)
+    if not args.output.parent.is_dir():
+        print(f"{args.output.parent} is no folder: --output has nowhere to go", file=sys.stderr)
+        return 2
     try:
         marks = grade(args.folder, args.only, args.seconds, args.test_seconds)
     except ValueError as error:

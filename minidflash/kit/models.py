@@ -56,6 +56,22 @@ class Pair(NamedTuple):
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
+def check_device(device: str) -> None:
+    """Refuse a GPU where there is none, before anything is read.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} cannot be used here:"
+                         f" {str(error).splitlines()[0]}") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r} cannot be used here: this torch,"
+                         f" {torch.__version__}, sees no CUDA GPU")
+
+
 def default_dtype(device: str) -> str:
     """float32 on a CPU; on a GPU bfloat16, or float16 where bfloat16 is only emulated (a T4)."""
     if not device.startswith("cuda"):
@@ -79,6 +95,7 @@ def load(
     Raises:
         ValueError: something is not there, cannot be read, or does not fit the other.
     """
+    check_device(device)
     dtype = default_dtype(device) if dtype is None else dtype
     tiny = str(name) == "tiny"
     folder = target_folder(name)
@@ -100,6 +117,7 @@ def load_target(
     Raises:
         ValueError: see `load`.
     """
+    check_device(device)
     folder = target_folder(name)
     dtype = default_dtype(device) if dtype is None else dtype
     return read_target(folder, dtype, device), load_tokenizer(folder)

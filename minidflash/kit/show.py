@@ -591,15 +591,16 @@ class Stream:
         self.out = sys.stdout if out is None else out
         self.colour = wants_colour(self.out) if colour is None else colour
         self.words, self.most, self.count = Detokenizer(tokenizer), most_rejected, 0
-        # On a coloured terminal lines are broken between words; elsewhere the text stays as it is.
-        wide = self.colour and getattr(self.out, "isatty", lambda: False)()
+        # On a terminal lines are broken between words; elsewhere the text stays as it is.
+        wide = getattr(self.out, "isatty", lambda: False)()
         self.fold = Fold(shutil.get_terminal_size().columns) if wide else None
 
     def _write(self, text: str, fate: str | None) -> None:
         if text:
-            shown = (GLYPHS[fate] if fate else "") + text
+            shown = (GLYPHS[fate] if fate and self.colour else "") + text
             shown = self.fold.put(shown) if self.fold else shown
-            self.out.write(paint(shown, fate) if self.colour else text)
+            painted = paint(shown, fate if self.colour else None)
+            self.out.write(painted if self.colour or self.fold else text)
 
     def prompt(self, text: str) -> None:
         """Write the prompt, in grey."""
