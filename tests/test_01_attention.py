@@ -82,9 +82,11 @@ def test_a_rotary_table_by_hand(room):
     cos, sin = room.rotary(torch.tensor([0, 3]), 4, 100.0)
     assert cos.shape == sin.shape == (2, 4), f"one row per position, not {tuple(cos.shape)}"
     torch.testing.assert_close(cos[0], torch.ones(4), msg="position 0 does not turn: cos 0 = 1")
-    expected = [3.0, 0.3, 3.0, 0.3]
-    torch.testing.assert_close(cos[1], torch.tensor([math.cos(a) for a in expected]))
-    torch.testing.assert_close(sin[1], torch.tensor([math.sin(a) for a in expected]))
+    angles = [3.0, 0.3, 3.0, 0.3]  # pair 0, pair 1, and both once more
+    for name, found, wave in (("cos", cos, math.cos), ("sin", sin, math.sin)):
+        assert found[1].tolist() == pytest.approx([wave(a) for a in angles], abs=1e-6), (
+            f"{name} of position 3 should be those of the angles {angles}: columns i and i + 2 are "
+            "one pair")
 
 
 @pytest.mark.exercise("1.1")
@@ -194,7 +196,10 @@ def test_attention_equals_its_definition(room, data, batch, group, shared, new, 
     bits = data.draw(st.lists(st.booleans(), min_size=math.prod(shape), max_size=math.prod(shape)))
     mask = torch.tensor(bits).view(shape)
     expected = attend_by_hand(q, k, v, mask.expand(batch, shared * group, new, keys))
-    torch.testing.assert_close(room.attend(q, k, v, mask), expected)
+    found = room.attend(q, k, v, mask)
+    assert torch.allclose(found, expected, atol=1e-7), (
+        f"{group * shared} query heads, {shared} key heads, mask {mask.int().tolist()}: by hand "
+        f"{expected.tolist()}, here {found.tolist()}")
     torch.testing.assert_close(room.fused_attend(q, k, v, mask), expected)
 
 

@@ -78,7 +78,7 @@ def test_a_room_reaches_downstairs_only(name):
 
 @pytest.mark.parametrize("name", BUILT)
 def test_a_room_fits_in_a_head(name):
-    """A room has at most 150 lines, docstrings included (the kernel 200)."""
+    """A room has at most 150 lines, docstrings included (tree and kernel 200)."""
     lines, most = len(room_text(name).splitlines()), LINES.get(name, 150)
     assert lines <= most, f"room {name} has {lines} lines, {lines - most} too many: split the idea"
 
