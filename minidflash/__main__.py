@@ -82,6 +82,8 @@ def generate(args: argparse.Namespace) -> int:
     check_request(pair.target, prompt, room, pair.stop_ids)
     law = token_law(torch.zeros(1, 1), args.temperature)
     cut_tail(law, args.temperature, args.top_k, args.top_p)
+    if stream.colour:
+        print(show.LEGEND, file=sys.stderr)
     stream.prompt(text)
     done = speculate(pair.target, stream.watch(drafter), prompt, room, pair.stop_ids,
                      args.temperature, dice, stream.round, args.top_k, args.top_p)
@@ -141,7 +143,7 @@ def describe(name: str, folder: Any, recipe: dict[str, Any]) -> None:
         print(f"{'':<13}made by: {recipe['recipe']['command']}")
     for key, value in recipe.get("scores", {}).items():
         parts = value.items() if isinstance(value, dict) else [("", value)]
-        said = "  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in parts)
+        said = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in parts)
         print(f"{'':<13}{key}: {said.strip()}")
 
 
@@ -163,7 +165,8 @@ def parser() -> Parser:
     one.add_argument("text", help='a text; "Question: ..." gets the cue "Answer:", "Task: ..." the'
                      ' cue "Python:", "Record: ..." the cue "In words:"')
     one.add_argument("--model", default="tiny", help="tiny, a folder or a hub id")
-    one.add_argument("--draft", help="a folder or a hub id; none: plain; n-gram: lookup")
+    one.add_argument("--draft", help="a folder or a hub id, or one of the words"
+                     " none (plain decoding) and n-gram (lookup)")
     one.add_argument("--block-size", type=int, metavar="B", help="slots of a block (with anchor)")
     one.add_argument("--max-new-tokens", type=int, metavar="N", help="default 256, if they fit")
     one.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")

@@ -45,7 +45,7 @@ def table(named: Mapping[str, Mapping[str, Any]]) -> str:
             "rest"]
     rows = [[
         name, bench.yes(e["identical"]), f"{e['tau']:.2f}", e["tokens"], e["target_forwards"],
-        f"{e['plain_tokens_per_s']:.0f}", f"{e['tokens_per_s']:.0f}", f"{e['speedup']:.1f}x",
+        f"{e['plain_tokens_per_s']:.3g}", f"{e['tokens_per_s']:.3g}", f"{e['speedup']:.1f}x",
         f"{e['draft_ms']:.1f}", f"{e['verify_ms']:.1f}", f"{e['rest_ms']:.1f}",
     ] for name, e in named.items()]
     return show.table(head, rows)
@@ -95,9 +95,9 @@ draft, verify, rest   milliseconds of one round
 overall  leaves out wild, which is real Python source
 
 Without any training, n-gram lookup reaches tau {lookup_tau:.2f} in the same loop.
-At least {100 * distinct:.0f} % of the 4-grams in each plain text are distinct. (Loops would
-flatter whatever copies.) This is a tiny model: it shows how the method works,
-not how fast DFlash is.""", file=out)
+Of the runs of four tokens in a plain text at least {100 * distinct:.0f} % are different; a
+text that repeats itself would flatter whatever copies. This is a tiny model:
+what it says is often wrong. It shows how the method works, not how fast it is.""", file=out)
     return {
         "prompts": [{"kind": kind, **e} for kind, e in zip(kinds, entries, strict=True)],
         "overall": overall,

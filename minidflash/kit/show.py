@@ -597,7 +597,10 @@ class Stream:
 
     def _write(self, text: str, fate: str | None) -> None:
         if text:
-            shown = (GLYPHS[fate] if fate and self.colour else "") + text
+            # The mark stands before the first word, not before the space or line end in front.
+            gap = text[: len(text) - len(text.lstrip(" \n"))] if fate and self.colour else ""
+            mark = GLYPHS[fate] if fate and self.colour else ""
+            shown = gap + mark + text[len(gap) :]
             shown = self.fold.put(shown) if self.fold else shown
             painted = paint(shown, fate if self.colour else None)
             self.out.write(painted if self.colour or self.fold else text)
