@@ -110,3 +110,12 @@ def test_the_shipped_pair_shows_what_dflash_is_for():
     assert found["dflash"]["tau"] >= 5.5
     assert found["dflash"]["tau"] > 1.5 * found["n-gram"]["tau"]
     assert found["plain"]["distinct4"] >= 0.9
+
+
+@pytest.mark.parametrize("load, warned", [(0.5, False), (2.0, False), (2.1, True), (9.0, True)])
+def test_a_busy_machine_is_warned_about(monkeypatch, load, warned):
+    """Where more work waits than there are cores, the demo says so and how to help it."""
+    monkeypatch.setattr(demo.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(demo.os, "cpu_count", lambda: 2)
+    assert bool(demo.busy()) == warned
+    assert ("OMP_NUM_THREADS=1" in demo.busy()) == warned

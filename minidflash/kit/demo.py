@@ -6,6 +6,7 @@ of a held-out stream, not chosen; `--seed` takes you to others.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -51,6 +52,15 @@ def table(named: Mapping[str, Mapping[str, Any]]) -> str:
     return show.table(head, rows)
 
 
+def busy() -> str:
+    """A warning where other work holds the cores, else nothing: two threads then wait and wait."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load <= cores:
+        return ""
+    return (f"This machine is busy (load {load:.1f} on {cores} cores): times will mislead.\n"
+            "If the demo crawls, start it with OMP_NUM_THREADS=1.\n")
+
+
 def run(
     pair: Pair, seed: int = bench.SEED, max_new_tokens: int = 96, repeats: int = 3,
     out: TextIO | None = None,
@@ -65,7 +75,8 @@ def run(
     asked = bench.prompts(1, (*KINDS, "wild"), seed)
     plain, control, dflash = NoDrafter(), NGramDrafter(pair.drafter().block_size), pair.drafter()
     colour = show.wants_colour(out)
-    print("DFlash drafts a block in one pass, and the target checks it in one pass.", file=out)
+    print(busy() + "DFlash drafts a block in one pass, and the target checks it in one pass.",
+          file=out)
     if colour:
         print(f"{show.LEGEND}   (first of the rejected ones only)", file=out)
     limit, runs, lookup = pair.target.config.max_position_embeddings, [], []
