@@ -326,3 +326,16 @@ def test_what_cannot_be_drawn_is_refused(call, message):
     """Labels that do not fit, and nothing to draw, are named."""
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_refused_guesses_show_no_half_characters():
+    """Bytes that make no character appear as a dot, also in the middle of a refused guess."""
+
+    class Bytes:
+        def decode(self, ids, **options):
+            return "".join("a\ufffdb" if i == 1 else "x" for i in ids)
+
+    out = io.StringIO()
+    stream = show.Stream(Bytes(), out, colour=True)
+    stream.round(Round([1, 2], 0, [3], 0.0, 0.0))
+    assert "✗a·bx" in out.getvalue() and "\ufffd" not in out.getvalue()

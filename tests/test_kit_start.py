@@ -139,3 +139,14 @@ def test_an_unknown_room_is_answered_with_the_rooms_there_are(tmp_path, capsys):
     """A room that does not exist is refused with the list of those that do."""
     assert start.main(["attic", "--into", str(tmp_path)]) == 2
     assert "attention" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_without_the_course_nothing_is_started(tmp_path, monkeypatch, capsys):
+    """Installed from a wheel there are no chapters and no specs: that is said, and nothing written.
+    """
+    monkeypatch.setattr(start, "HOUSE", tmp_path)
+    for argv in (["greedy", "--into", str(tmp_path / "work")], ["--list"]):
+        assert start.main(argv) == 2
+        seen = capsys.readouterr()
+        assert "runs from a full checkout" in seen.err and not seen.out
+    assert not (tmp_path / "work").exists()

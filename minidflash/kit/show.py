@@ -627,7 +627,8 @@ class Stream:
             if fate == "rejected":
                 if tokens and self.colour:
                     more = "…" if len(tokens) > self.most else ""
-                    text = self.words.peek(tokens[: self.most]).replace("\n", "⏎") + more
+                    text = self.words.peek(tokens[: self.most]).replace("\n", "⏎")
+                    text = text.replace("\ufffd", "·") + more  # bytes that make no character
                     self._write(text, fate)
                 continue
             self.count += len(tokens)

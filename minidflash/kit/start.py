@@ -18,6 +18,7 @@ from pathlib import Path
 import minidflash
 
 PACKAGE = Path(minidflash.__file__).parent
+HOUSE = PACKAGE.parent
 LABEL = re.compile(r"^\s*# (exercise (\d+\.\d+))\s*$")
 
 
@@ -170,6 +171,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--list", action="store_true", help="every exercise, and whether yours passes"
     )
     args = parser.parse_args(argv)
+    if not HOUSE.joinpath("tutorial").is_dir():
+        print("there are no chapters and no specs here: the course runs from a full checkout",
+              file=sys.stderr)
+        return 2
     if args.list:
         from minidflash.kit.grade import list_exercises
 
