@@ -54,7 +54,7 @@ def test_a_thinned_model_is_the_one_that_was_grown(target):
     ids = torch.randint(2, 1024, (2, 9), generator=torch.Generator().manual_seed(1))
     assert back.config.num_hidden_layers == 7
     assert torch.equal(back(ids)[0], target(ids)[0])
-    with pytest.raises(ValueError, match="depth 7 must be a multiple of the new depth 3"):
+    with pytest.raises(ValueError, match="layers=3 must divide the target's depth 7"):
         recipes.thin(target, 3)
 
 

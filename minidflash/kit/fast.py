@@ -55,7 +55,8 @@ class FastDrafter(DFlashDrafter):
         self.bias = None if parts[0].bias is None else torch.cat([p.bias for p in parts]).detach()
         self.k_norm = torch.stack([a.k_norm.weight for a in attentions])[:, None].detach()  # L 1 D
         # Windows, scales and causal layers are left to the model that knows them.
-        self.layers = [FusedLayer(layer) for layer in model.layers if type(model) is DraftModel]
+        fusible = type(model) is DraftModel
+        self.layers = [FusedLayer(layer) for layer in model.layers] if fusible else []
 
     def keys_values(
         self, features: Float[Tensor, "n F"], start: int
@@ -100,8 +101,9 @@ class FastDrafter(DFlashDrafter):
         return self.target.head(hidden[0]).argmax(-1)[1:]
 
 
-def joined(held: KV, k: Tensor, v: Tensor) -> KV:
+def joined(held: KV, k: Float[Tensor, "R G Q D"], v: Float[Tensor, "R G Q D"]) -> KV:
     """Keys and values of the context, then those of the block (eq. 12.2)."""
+    # K = [K_ctx ; K_block],  V = [V_ctx ; V_block]
     return torch.cat([held[0], k], dim=2), torch.cat([held[1], v], dim=2)
 
 

@@ -25,8 +25,11 @@ from minidflash.cache import CachedQwen3, KVCache
 from minidflash.qwen3 import causal_mask
 
 
-def normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def normalise(
+    x: Float[Tensor, "*rows D"], weight: Float[Tensor, "*#rows D"], eps: float
+) -> Float[Tensor, "*rows D"]:
     """Room 01's RMSNorm (eq. 01.1): in float32, and rounded before the weight, as there."""
+    # y = x / sqrt(mean(x^2) + eps) * weight
     return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
 
 
@@ -58,10 +61,12 @@ class FusedLayer:
         k, v = store(turned[:, self.H :], heads[:, :, self.H + self.G :].transpose(1, 2))
         # [R H T D] -> [R G (H/G)T D]: heads of one group are neighbours already.
         q = turned[:, : self.H].reshape(rows, self.G, -1, self.D)
+        # softmax(q k^T / sqrt(D) + mask) v
         found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         found = found.view(rows, self.H, T, self.D).transpose(1, 2).flatten(2)
         x = x + self.layer.self_attn.o_proj(found)
         normed = normalise(x, self.layer.post_attention_layernorm.weight, self.eps)
+        # down(silu(gate) * up)
         gate, up = F.linear(normed, self.gate_up).chunk(2, dim=-1)
         return x + self.layer.mlp.down_proj(F.silu(gate) * up)
 

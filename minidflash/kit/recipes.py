@@ -148,7 +148,7 @@ def thin(deep: Qwen3, layers: int) -> CachedQwen3:
     """
     old = deep.config.num_hidden_layers
     if layers < 1 or old % layers:
-        raise ValueError(f"depth {old} must be a multiple of the new depth {layers}")
+        raise ValueError(f"layers={layers} must divide the target's depth {old}")
     shallow = CachedQwen3(replace(deep.config, num_hidden_layers=layers))
     for name in ("embed_tokens", "norm"):
         getattr(shallow.model, name).load_state_dict(getattr(deep.model, name).state_dict())

@@ -9,7 +9,6 @@ that is stopped goes on when the same command is given again.
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from minidflash.kit import checkpoint, models
 from minidflash.kit.answers import wild_cuts, world_prompts
-from minidflash.kit.recipes import initialise, processes, weighted_rows, write_scores
+from minidflash.kit.recipes import initialise, processes, thin, weighted_rows, write_scores
 from minidflash.kit.store import Store
 from minidflash.kit.tokenizer import END_ID, MASK_ID
 from minidflash.kit.world import Dice, document, is_right
@@ -44,16 +43,9 @@ def every_third_layer(target: Qwen3, layers: int) -> MaskPredictor:
     Raises:
         ValueError: the target's depth is no multiple of `layers`.
     """
-    depth = target.config.num_hidden_layers
-    if layers < 1 or depth % layers:
-        raise ValueError(f"layers={layers} must divide the target's depth {depth}")
-    model = MaskPredictor(replace(target.config, num_hidden_layers=layers))
-    for name in ("embed_tokens", "norm"):
-        getattr(model.model, name).load_state_dict(getattr(target.model, name).state_dict())
-    model.lm_head.load_state_dict(target.lm_head.state_dict())
-    for mine, theirs in zip(model.model.layers, target.model.layers[:: depth // layers],
-                            strict=True):
-        mine.load_state_dict(theirs.state_dict())
+    shallow = thin(target, layers)
+    model = MaskPredictor(shallow.config)
+    model.load_state_dict(shallow.state_dict())
     return model
 
 
