@@ -10,6 +10,9 @@
 # and know more; the idea is the same, and so is the code.
 
 # %%
+import statistics
+import time
+
 import torch
 
 from minidflash.dflash import generate
@@ -74,7 +77,8 @@ print(f"{accepted} of 8 guesses kept; then the target writes the right token its
 # ## 4 · The cheapest guesser
 #
 # Look up what followed the last few tokens earlier in the text. Blue ✓ was guessed and kept,
-# purple + is the bonus, hatched ✗ was guessed in vain.
+# purple + is the bonus, hatched ✗ was guessed in vain. A row with a lone + had nothing to guess:
+# its last tokens had never been seen before.
 
 # %% tags=["volatile"]
 lookup = speculate(target, NGramDrafter(B), prompt, 80, stop_ids)
@@ -99,7 +103,7 @@ print(f"{len(prompt)} tokens, layers {taps} tapped: features {tuple(features.sha
 #
 # The drafter gets a block: the last token, then masks. Every masked slot looks at the features
 # and at the other slots, and says which token stands *in its own place*. All slots in **one**
-# pass, so sixteen cost about as much as four.
+# pass.
 
 # %% tags=["volatile"]
 drafter = pair.drafter()
@@ -109,6 +113,18 @@ guesses = drafter.propose(answer[0], B - 1).tokens
 print("anchor  ", repr(tokenizer.decode(answer[:1])))
 print("guessed ", repr(tokenizer.decode(guesses)))
 print("target  ", repr(tokenizer.decode(answer[1:B])))
+
+# %% [markdown]
+# One pass, so a long draft should cost little more than a short one. Does it?
+
+# %% tags=["volatile"]
+for count in (3, 15):
+    seconds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        drafter.propose(answer[0], count)
+        seconds.append(time.perf_counter() - start)
+    print(f"{count:>2} guesses: {statistics.median(seconds) * 1e3:.1f} ms")
 
 # %% [markdown]
 # ## 7 · DFlash

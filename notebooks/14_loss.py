@@ -172,5 +172,5 @@ print(f"sums, then divided  {(total / weight).item():.4f}")
 # The mean of the means gives the single slot as much say as the whole block. The sums do not care
 # how the data was cut. Room 15 builds on that.
 #
-# **Now you:** `python -m minidflash start loss`, and `python -m pytest tests/test_14_loss.py
-# --mine`.
+# **Now you:** `python -m minidflash start loss`, and
+# `python -m pytest -x tests/test_14_loss.py --mine`.

@@ -130,6 +130,23 @@ def test_a_target_is_trained_in_stages(tmp_path, monkeypatch):
     assert all((tmp_path / f"stage{i}" / "log.jsonl").exists() for i in (0, 1))
 
 
+@pytest.mark.parametrize("orders, pays", [
+    ({"avx512_f": True, "amx_bf16": False, "avx512_bf16": False}, False),
+    ({"avx512_f": True, "avx512_bf16": True}, True),
+    ({"amx_bf16": True}, True),
+    ({}, False),
+])  # fmt: skip
+def test_mixed_precision_is_used_where_it_is_faster(monkeypatch, tmp_path, orders, pays):
+    """Training is in bfloat16 on a CPU that computes in it, and not on one that imitates it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: orders)
+    seen = []
+    monkeypatch.setattr(recipes, "fit", lambda *a: seen.append(a[3].bf16))
+    for asked in (None, True, False):
+        recipes.train_target(tmp_path, (1,), (1,), 1e-3, 0, batch=2, config=SMALL, bf16=asked)
+    assert seen == [pays, True, False], "None: as the machine; else as asked"
+
+
 # ---------------------------------------------------------------------- text by the target
 
 

@@ -263,6 +263,19 @@ def test_rounds_say_in_text_what_they_draw(words):
     assert drawn == [*"adbc", *"adbc"]
     legend = [text.get_text() for text in found.figure.legends[0].get_texts()]
     assert legend == ["✓ accepted", "+ bonus", "✗ rejected"]
+    assert found.figure.axes[0].get_xlabel() == "... and 18 more rounds", "the picture is cut, too"
+    assert not show.rounds(made, words, most=20).figure.axes[0].get_xlabel()
+
+
+def test_a_timeline_says_when_it_is_cut():
+    """A lane that shows its first rounds only says of how many, in the picture and in the text."""
+    long, short = (Generation([], [Round([1], 1, [1, 2], 0.1, 0.1)] * n) for n in (20, 3))
+    found = show.timeline({"long": long, "short": short}, "t", most=12)
+    labels = [text.get_text() for text in found.figure.axes[0].get_yticklabels()]
+    assert labels == ["long\nfirst 12 of 20 rounds", "short"]
+    assert found.text.splitlines() == [
+        "t", "long: first 12 of 20 rounds wrote 24 tokens", "short: 3 rounds wrote 6 tokens"
+    ]
 
 
 def test_a_dollar_is_a_dollar(words):

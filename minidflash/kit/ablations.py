@@ -29,6 +29,7 @@ from minidflash.kit.answers import acceptance, world_prompts
 from minidflash.kit.block_attention import block_attention
 from minidflash.kit.recipes import (
     TextWithFeatures,
+    bf16_pays,
     block_loss,
     new_drafter,
     read_text,
@@ -208,7 +209,8 @@ def train(
     draw = sample_anchors if setup.anchors == BASE.anchors else partial(fixed_blocks, block_size=B)
     loss_of = block_loss(model, target, anchors, gamma, draw)
     unseen = [p for _, p in world_prompts(tokenizer, "held_out", 4, KINDS, seed)]
-    s = TrainSettings(steps=steps, lr=lr, final_lr=0.02, seed=seed, bf16=True, **settings)
+    s = TrainSettings(steps=steps, lr=lr, final_lr=0.02, seed=seed, bf16=bf16_pays(),
+                      **settings)
 
     def measure() -> dict[str, float]:
         return {"tau": acceptance(target, drafter_of(target, model, setup), unseen)}

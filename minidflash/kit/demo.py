@@ -75,7 +75,8 @@ def run(
     asked = bench.prompts(1, (*KINDS, "wild"), seed)
     plain, control, dflash = NoDrafter(), NGramDrafter(pair.drafter().block_size), pair.drafter()
     colour = show.wants_colour(out)
-    print(busy() + "DFlash drafts a block in one pass, and the target checks it in one pass.",
+    print(busy() + "DFlash drafts a block in one pass, and the target checks it in one pass.\n"
+          "Each text is written once for you to watch, then again in silence, for the clock.",
           file=out)
     if colour:
         print(f"{show.LEGEND}   (first of the rejected ones only)", file=out)

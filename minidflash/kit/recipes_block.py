@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minidflash.block_diffusion import block_bound, noisy_logits, spread_times
 from minidflash.kit import models
-from minidflash.kit.recipes import SHARES, processes, weighted_rows, write_scores
+from minidflash.kit.recipes import SHARES, bf16_pays, processes, weighted_rows, write_scores
 from minidflash.kit.recipes_masked import every_third_layer, load_masked, save_masked
 from minidflash.kit.store import Store
 from minidflash.kit.tokenizer import MASK_ID
@@ -138,7 +138,8 @@ def target_nats(target: Qwen3, tokenizer: Any, rows: int, shares: dict[str, floa
 def train_block(
     directory: Path, target: Qwen3, tokenizer: Any, *, steps: int, lr: float = 1.5e-3,
     batch: int = 8, seed: int = 0, layers: int = 8,
-    clips: dict[int, tuple[float, float]] | None = None, eval_every: int = 200, **settings: Any,
+    clips: dict[int, tuple[float, float]] | None = None, eval_every: int = 200,
+    bf16: bool | None = None, **settings: Any,
 ) -> MaskPredictor:
     """A third of the target's layers become a block-diffusion model for every length in `clips`."""
     clips, (ranks, rank) = CLIPS if clips is None else clips, processes()
@@ -151,8 +152,8 @@ def train_block(
         start = (i * ranks + rank) * share
         return torch.from_numpy(rows[start : start + share].astype(np.int64))
 
-    s = TrainSettings(steps=steps, lr=lr, final_lr=0.02, bf16=True, seed=seed,
-                      weight_decay=0.05, **settings)
+    s = TrainSettings(steps=steps, lr=lr, final_lr=0.02, seed=seed, weight_decay=0.05,
+                      bf16=bf16_pays() if bf16 is None else bf16, **settings)
     measure = partial(held_out_bounds, model, tokenizer, tuple(clips)) if rank == 0 else dict
     loss = block_loss(model, clips, ranks, rank)
     fit(model, loss, batch_at, s, Store(directory), measure, eval_every)
@@ -189,7 +190,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, then write weights, configuration, log, recipe and scores into the directory."""
-    chosen = {name: getattr(args, name) for name in ("steps", "lr", "batch", "layers", "seed")}
+    names = ("steps", "lr", "batch", "layers", "seed", "bf16")
+    chosen = {name: getattr(args, name) for name in names}
     recipe = {"command": "python -m minidflash train block", "target": args.target, **chosen}
     ranks, rank = processes()
     torch.set_num_threads(1 if ranks > 1 else torch.get_num_threads())

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from minidflash.kit import checkpoint, models
 from minidflash.kit.answers import wild_cuts, world_prompts
-from minidflash.kit.recipes import initialise, processes, thin, weighted_rows, write_scores
+from minidflash.kit.recipes import (
+    bf16_pays,
+    initialise,
+    processes,
+    thin,
+    weighted_rows,
+    write_scores,
+)
 from minidflash.kit.store import Store
 from minidflash.kit.tokenizer import END_ID, MASK_ID
 from minidflash.kit.world import Dice, document, is_right
@@ -210,8 +217,8 @@ def share_right(
 
 def train_masked(
     directory: Path, target: Qwen3, tokenizer: Any, *, steps: int, lr: float = 2e-3,
-    batch: int = 16, layers: int = 8, cold: bool = False, seed: int = 0, bf16: bool = True,
-    from_weights: Path | None = None, **settings: Any,
+    batch: int = 16, layers: int = 8, cold: bool = False, seed: int = 0,
+    bf16: bool | None = None, from_weights: Path | None = None, **settings: Any,
 ) -> MaskPredictor:
     """From the target's layers (or, cold, from random weights) to a model that fills in masks.
 
@@ -229,8 +236,8 @@ def train_masked(
         model.load_state_dict(load_masked(from_weights).state_dict())
     model.requires_grad_(True).train()
     data = Batches(tokenizer, steps, batch // ranks, seed, ranks, rank)
-    s = TrainSettings(steps=steps, lr=lr, final_lr=0.02, seed=seed, bf16=bf16, weight_decay=0.02,
-                      **settings)
+    s = TrainSettings(steps=steps, lr=lr, final_lr=0.02, seed=seed, weight_decay=0.02,
+                      bf16=bf16_pays() if bf16 is None else bf16, **settings)
     unseen = held_out_rows(tokenizer, 8)
 
     def measure() -> dict[str, float]:
@@ -313,7 +320,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, score and write a folder that `load_masked` reads."""
     options = {k: v for k, v in vars(args).items()
-               if k in ("steps", "lr", "batch", "layers", "cold", "seed", "from_weights")}
+               if k in ("steps", "lr", "batch", "layers", "cold", "seed", "from_weights", "bf16")}
     ranks, rank = processes()
     torch.set_num_threads(1 if ranks > 1 else torch.get_num_threads())
     target, tokenizer = models.load_target(args.target)

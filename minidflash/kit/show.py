@@ -265,6 +265,8 @@ def rounds(
     axes.set_yticks([y + 0.5 for y in range(len(names))], names, fontsize=8)
     axes.set_ylabel("round: tokens written", fontsize=9)
     axes.set_xticks([])
+    if left:
+        axes.set_xlabel(lines[-1], fontsize=9, loc="left")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     figure.set_size_inches(min(14, max(6, max(widest, 60) * 0.088)), figure.get_size_inches()[1])
@@ -390,13 +392,14 @@ def timeline(
     Args:
         runs: a `Generation`, or a dict of name -> `Generation` to compare on the same clock.
         title: above the picture.
-        most: rounds to draw.
+        most: rounds to draw; a lane that has more says so.
     """
     from matplotlib.patches import Patch
 
     lanes = {name: found[0] for name, found in _named(runs).items()}
     figure, axes = _axes(10, 0.7 * len(lanes) + 1.4, title)
-    lines, used = [title], (SERIES[4], SERIES[2], (COLOURS["prompt"], "", "", ""))
+    labels, lines = [], [title]
+    used = (SERIES[4], SERIES[2], (COLOURS["prompt"], "", "", ""))
     for y, (name, run) in enumerate(lanes.items()):
         if not run.rounds:
             raise ValueError(f"no rounds to draw{f' in {name!r}' if name else ''}")
@@ -414,8 +417,11 @@ def timeline(
                       fontsize=8)
         drawn = run.rounds[:most]
         tokens = sum(len(r.emitted) for r in drawn)
-        lines.append(f"{name}: ".lstrip(": ") + f"{len(drawn)} rounds wrote {tokens} tokens")
-    axes.set_yticks(range(len(lanes)), list(lanes), parse_math=False)
+        cut = len(drawn) < len(run.rounds)
+        of = f"first {len(drawn)} of {len(run.rounds)} rounds" if cut else f"{len(drawn)} rounds"
+        lines.append(f"{name}: ".lstrip(": ") + f"{of} wrote {tokens} tokens")
+        labels.append("\n".join(filter(None, (name, of if cut else ""))))
+    axes.set_yticks(range(len(lanes)), labels, parse_math=False)
     axes.set(ylim=(len(lanes) - 0.5, -0.6), xlabel="milliseconds after the prefill")
     axes.spines[["top", "right", "left"]].set_visible(False)
     spoken = ("draft", "verify", "rest")

@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for exercise in exercises((PACKAGE / f"{name}.py").read_text()):
             print(f"  exercise {exercise.label}  {exercise.name}")
         option = "--mine" if mine else f"--rooms={args.into}"
-        print(f"Then:  python -m pytest -q tests/test_{number}_{name}.py {option}")
+        print(f"Then:  python -m pytest -qx tests/test_{number}_{name}.py {option}")
     return status
 
 
