@@ -241,8 +241,16 @@ bars({name: {f"token {i}": chance for i, chance in enumerate(law)}
 
 # %% tags=["volatile"]
 place = next((p for p in (Path("docs"), Path("../docs")) if p.is_dir()), Path("docs"))
-place = place / "results" / "duel.json"
-report = json.loads(place.read_text()) if place.exists() else None
+results = place / "results"
+
+
+def read(name):
+    """A file of results, or None."""
+    path = results / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+report, runs = read("duel.json"), read("ablations.json")
 if report is None:
     print("not measured yet: python -m minidflash duel --json docs/results/duel.json")
 else:
@@ -339,15 +347,20 @@ shown(lambda: learning(("dflash", "eagle"), more=finished())
 # *What to see:* the chain rises first and flattens; the block rises later and longer. The kink in
 # the block's curve is a second run, whose learning rate starts high again.
 #
-# **Why.** Five short runs that differ in one thing each: depth, or where the features go in.
+# **Why.** Five short runs of 400 steps that differ in one thing each: depth, or where the features
+# go in. They are in `docs/results/ablations.json`, and they were trained for the target that
+# shipped before this one, so compare them with each other only.
 
 # %% tags=["volatile"]
-shown(lambda: learning(("dflash-5-layers", "dflash-3-layers", "dflash-1-layer",
-                        "dflash-input-only", "dflash-no-features")))
+some = ("base", "3-layers", "1-layer", "input-only", "no-features")
+curves({name: ([int(step) for step in run["tau_by_step"]], list(run["tau_by_step"].values()))
+        for name in some if (run := runs["runs"].get(name))},
+       xlabel="steps of training", ylabel="tokens per round (tau)",
+       title="What each part is worth") if runs else "not measured yet"
 
 # %% [markdown]
-# *What to see:* more layers learn faster although each step costs more, and features at the input
-# only are hardly worth having. All runs have 400 steps; the wider ones in time are the costlier.
+# *What to see:* more layers learn faster, and features at the input only are hardly worth having.
+# The base has five layers, five taps and features in every layer.
 #
 # ## 6 · The paper's claims, one by one
 #

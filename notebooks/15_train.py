@@ -28,6 +28,7 @@ from minidflash.kit.answers import acceptance, world_prompts, write_answers
 from minidflash.kit.features_store import pad, write_features
 from minidflash.kit.recipes import (
     TINY,
+    bf16_pays,
     block_loss,
     initialise,
     language_loss,
@@ -84,7 +85,7 @@ def rows_at(i: int) -> torch.Tensor:
 
 target_log = fit(
     target, language_loss(target), rows_at,
-    TrainSettings(steps=steps, lr=4e-3, final_lr=0.02, bf16=True, log_every=20), quiet=True,
+    TrainSettings(steps=steps, lr=4e-3, final_lr=0.02, bf16=bf16_pays(), log_every=20), quiet=True,
 )  # fmt: skip
 target.eval().requires_grad_(False).zero_grad()  # frozen from here on, and no gradient left over
 before = copy.deepcopy(target.state_dict())
@@ -162,7 +163,7 @@ def measure(model):
     }
 
 
-s = TrainSettings(steps=300, lr=3e-3, final_lr=0.02, bf16=True, log_every=10)
+s = TrainSettings(steps=300, lr=3e-3, final_lr=0.02, bf16=bf16_pays(), log_every=10)
 logs = {
     name: fit(model, block_loss(model, target, 16, default_gamma(8)), batch_at, s,
               evaluate=measure(model), eval_every=50, quiet=True)

@@ -98,6 +98,7 @@ COMMANDS = [
     (["train", "dance"], "invalid choice: 'dance'"),
     (["train", "target", "T", "--steps", "-1", "1"], "argument --steps: -1 must be 1 or more"),
     (["train", "target", "T", "--steps", "1", "--depths", "2", "4"], "--steps has 1 numbers"),
+    (["train", "dflash", "T", "--minutes", "0"], "argument --minutes: 0.0 must be 1e-09 or more"),
     (["train", "target", "T", "--batch", "0"], "argument --batch: 0 must be 1 or more"),
     (["train", "target", "T", "--lr", "nan"], "argument --lr: nan must be"),
     (["train", "dflash", "T", "--target", "nowhere"], "'nowhere' is no folder here"),

@@ -1,5 +1,6 @@
 """kit/recipes and kit/answers: how the shipped models are made, on very small models."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -145,6 +146,44 @@ def test_mixed_precision_is_used_where_it_is_faster(monkeypatch, tmp_path, order
     for asked in (None, True, False):
         recipes.train_target(tmp_path, (1,), (1,), 1e-3, 0, batch=2, config=SMALL, bf16=asked)
     assert seen == [pays, True, False], "None: as the machine; else as asked"
+
+
+def test_minutes_become_steps(monkeypatch):
+    """Two stages share the minutes; each gets the steps that its own timed ones promise."""
+    def trial(folder):
+        for stage, seconds in (("stage0", 2.0), ("stage1", 6.0)):  # of four steps
+            (folder / stage).mkdir()
+            lines = [{"step": 2, "seconds": 9.0}, {"step": 4, "loss": 1.0, "seconds": seconds}]
+            (folder / stage / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    # 1 minute: 30 s for each stage; a step takes 0.5 s in the first and 1.5 s in the second
+    assert recipes.steps_that_fit(1.0, trial) == [60, 20]
+    assert recipes.steps_that_fit(1e-6, trial) == [1, 1], "one step at least"
+    monkeypatch.setattr(recipes, "processes", lambda: (2, 0))
+    with pytest.raises(ValueError, match="give several the same --steps"):
+        recipes.steps_that_fit(1.0, trial)
+
+
+def test_the_command_trains_for_the_minutes_that_are_asked(monkeypatch, tmp_path):
+    """`--minutes` times a few steps first, elsewhere, and the recipe says how many it took."""
+    runs = []
+
+    def train(directory, **args):
+        runs.append((directory, args["steps"]))
+        for i, _ in enumerate(args["steps"]):
+            (directory / f"stage{i}").mkdir(parents=True)
+            (directory / f"stage{i}" / "log.jsonl").write_text('{"step": 4, "seconds": 2.0}\n')
+
+    for name, fake in (("train_target", train), ("share_right", lambda *_: {}),
+                       ("held_out_loss", lambda *_: {}), ("save_tokenizer", lambda *_: None)):
+        monkeypatch.setattr(recipes, name, fake)
+    monkeypatch.setattr(recipes.checkpoint, "save_target", lambda *_: None)
+    assert recipes.main(["target", str(tmp_path / "t"), "--minutes", "3"]) == 0
+    (elsewhere, trial), (directory, steps) = runs
+    assert trial == (4, 4) and elsewhere != directory == tmp_path / "t"
+    assert steps == (180, 180), "3 minutes in two stages, half a second each"
+    written = json.loads((tmp_path / "t" / "recipe.json").read_text())["recipe"]
+    assert (written["minutes"], written["steps"]) == (3.0, [180, 180])
 
 
 # ---------------------------------------------------------------------- text by the target

@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import minidflash
-
-HOUSE = Path(minidflash.__file__).parent.parent
+from minidflash.kit.start import HOUSE
 
 
 @dataclass

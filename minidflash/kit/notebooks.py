@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-HOUSE = Path(__file__).parent.parent.parent
+from minidflash.kit.start import HOUSE
+
 ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 

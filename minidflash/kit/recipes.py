@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -52,6 +53,8 @@ TINY = Qwen3Config(
 )
 MAY_BE_0 = ("seed", "shares", "world", "wild", "taps", "warm", "scored")
 SHARES = {"maths": 0.33, "code": 0.33, "chat": 0.16, "wild": 0.18, "practice": 0.0}
+TEMPERATURES = (0.0, 0.8, 0.0, 0.5)  # of the text for a drafter, in turn
+TRIAL = 4  # steps that are timed for --minutes
 Pieces = list[tuple[str, float]]
 
 
@@ -381,7 +384,7 @@ def block_loss(
 def train_dflash(
     directory: Path, target: CachedQwen3, tokenizer: Any, *, steps: int, lr: float = 2.5e-3,
     layers: int = 5, taps: int = 5, block_size: int = 16, anchors: int = 16, batch: int = 16,
-    world: int = 3000, wild: int = 1500, temperatures: Sequence[float] = (0.0, 0.8, 0.0, 0.5),
+    world: int = 3000, wild: int = 1500, temperatures: Sequence[float] = TEMPERATURES,
     warm: bool = True, warm_stride: int = 1, start: Path | None = None, text: Path | None = None,
     seed: int = 0, bf16: bool | None = None, **settings: Any,
 ) -> DraftModel:
@@ -420,6 +423,24 @@ def train_dflash(
 # ---------------------------------------------------------------------------------- the commands
 
 
+def steps_that_fit(minutes: float, train: Callable[[Path], Any]) -> list[int]:
+    """How many steps fit into so many minutes, shared evenly by the stages of a run.
+
+    `train` does a few steps of each stage in the folder it is given, where its log is read; the
+    folder is thrown away. What is measured on the way, and the scores at the end, come on top.
+
+    Raises:
+        ValueError: several processes, whose clocks would not agree.
+    """
+    if processes()[0] > 1:
+        raise ValueError("--minutes is for one process; give several the same --steps")
+    with tempfile.TemporaryDirectory() as folder:
+        train(Path(folder))
+        logs = [path.read_text().splitlines() for path in sorted(Path(folder).rglob("log.jsonl"))]
+    last = [json.loads(log[-1]) for log in logs]
+    return [max(1, int(60 * minutes / len(last) * x["step"] / x["seconds"])) for x in last]
+
+
 def write_scores(directory: Path, recipe: dict[str, Any], scores: dict[str, Any]) -> None:
     """Put how it was made and how good it is beside the weights."""
     versions = {"torch": torch.__version__, "threads": torch.get_num_threads(),
@@ -431,7 +452,7 @@ def write_scores(directory: Path, recipe: dict[str, Any], scores: dict[str, Any]
 def _refuse_senseless(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
     """Numbers that no run can begin with are an error of the command line, before any work."""
     for name, value in vars(parsed).items():
-        least = 1e-9 if name == "lr" else float(name not in MAY_BE_0)
+        least = 1e-9 if name in ("lr", "minutes") else float(name not in MAY_BE_0)
         for number in value if isinstance(value, list) else [value]:
             counts = isinstance(number, int | float) and not isinstance(number, bool)
             if counts and not least <= number < 2**63:
@@ -486,6 +507,10 @@ def main(argv: Sequence[str] | None = None) -> int:
               "eagle": (recipes_eagle, "chapter 09's EAGLE draft layer")}
     for name, (module, help) in others.items():
         module.arguments(kinds.add_parser(name, help=help))
+    for name in ("target", "dflash"):
+        kinds.choices[name].add_argument(
+            "--minutes", type=float, help="as many steps as fit, instead of --steps; the text that"
+            " a drafter learns from, measuring and scores come on top")
     for name in ("target", "dflash", "masked", "block"):
         kinds.choices[name].add_argument(
             "--bf16", action=argparse.BooleanOptionalAction,
@@ -500,9 +525,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     recipe |= {k: str(v) if isinstance(v, Path) else v for k, v in args.items()}
     ranks, rank = processes()
     torch.set_num_threads(1 if ranks > 1 else torch.get_num_threads())
+    minutes = args.pop("minutes")
     if what == "target":
-        args["steps"], args["depths"] = tuple(args["steps"]), tuple(args["depths"])
+        args["depths"] = tuple(args["depths"])
         args["shares"] = dict(zip(SHARES, args["shares"], strict=True))
+        if minutes is not None:
+            trial = args | {"steps": (TRIAL,) * len(args["depths"])}
+            args["steps"] = steps_that_fit(minutes, lambda folder: train_target(folder, **trial))
+            recipe["steps"] = args["steps"]
+        args["steps"] = tuple(args["steps"])
         model = train_target(directory, **args)
         if rank == 0:
             tokenizer = load_tokenizer()
@@ -513,6 +544,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         args["warm"] = not args.pop("cold")
         target, tokenizer = models.load_target(args.pop("target"))
+        if minutes is not None:
+            if args["text"] is None:
+                drafter_text(target, tokenizer, args["world"], args["wild"], TEMPERATURES,
+                             args["seed"], directory)
+            trial = args | {"steps": TRIAL, "text": args["text"] or directory}
+            (args["steps"],) = steps_that_fit(
+                minutes, lambda folder: train_dflash(folder, target, tokenizer, **trial))
+            recipe["steps"] = args["steps"]
         drafter = train_dflash(directory, target, tokenizer, **args)
         if rank:
             return 0

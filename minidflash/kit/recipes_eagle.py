@@ -22,6 +22,7 @@ from minidflash.kit import models
 from minidflash.kit.answers import acceptance, world_prompts
 from minidflash.kit.eagle import load_eagle, save_eagle
 from minidflash.kit.recipes import (
+    TEMPERATURES,
     TextWithFeatures,
     drafter_text,
     processes,
@@ -93,8 +94,8 @@ def train_eagle(
     directory: Path, target: CachedQwen3, tokenizer: Any, *, steps: int, lr: float = 2.5e-3,
     batch: int = 16, taps: Sequence[int] | None = None, unrolled: int = 7, warm: int | None = 21,
     block_size: int = 8, start: Path | None = None, text: Path | None = None, world: int = 3000,
-    wild: int = 1500,
-    temperatures: Sequence[float] = (0.0, 0.8, 0.0, 0.5), seed: int = 0, bf16: bool = False,
+    wild: int = 1500, temperatures: Sequence[float] = TEMPERATURES, seed: int = 0,
+    bf16: bool = False,
     measure_every: int = 100, **settings: Any,
 ) -> EagleModel:
     """Text by the target, its features, room 09's loss in room 15's loop; tau on the way.
