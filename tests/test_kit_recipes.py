@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -146,6 +147,22 @@ def test_mixed_precision_is_used_where_it_is_faster(monkeypatch, tmp_path, order
     for asked in (None, True, False):
         recipes.train_target(tmp_path, (1,), (1,), 1e-3, 0, batch=2, config=SMALL, bf16=asked)
     assert seen == [pays, True, False], "None: as the machine; else as asked"
+
+
+def test_halfway_is_the_mean_of_a_stages_ends(monkeypatch, tmp_path):
+    """Halfway: each weight is the mean of what the last depth began with and what it ended with."""
+
+    def fit(model, *_):
+        with torch.no_grad():
+            for p in model.parameters():
+                p += 1.0
+
+    monkeypatch.setattr(recipes, "fit", fit)
+    make = partial(recipes.train_target, tmp_path, (1, 1), (1, 2), 1e-3, 0, batch=2, config=SMALL)
+    ended, mean = make().state_dict(), make(halfway=True).state_dict()
+    for name, weight in mean.items():
+        # the first depth added 1 to all; the second added 1 more, of which one half stays
+        torch.testing.assert_close(weight, ended[name] - 0.5)
 
 
 def test_minutes_become_steps(monkeypatch):

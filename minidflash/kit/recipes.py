@@ -189,13 +189,16 @@ def held_out_loss(model: Qwen3, tokenizer: Any, rows: int = 24) -> dict[str, flo
 def train_target(
     directory: Path, steps: tuple[int, ...], depths: tuple[int, ...], lr: float, seed: int,
     batch: int = 8, config: Qwen3Config = TINY, start: Path | None = None,
-    shares: Mapping[str, float] = SHARES, bf16: bool | None = None, **settings: Any,
+    shares: Mapping[str, float] = SHARES, bf16: bool | None = None, halfway: bool = False,
+    **settings: Any,
 ) -> CachedQwen3:
     """Train at each depth in turn, growing in between; the last depth is the shipped one.
 
     `start` is a target whose weights are the beginning, instead of random ones; if it is deeper
     than the first depth, it is thinned (see `thin`). `shares` says how much of the text is what.
     `bf16` is mixed precision; None: where it is the faster one (see `bf16_pays`).
+    `halfway`: the weights that are returned lie halfway between the beginning and the end of the
+    last depth. What both ends know stays, and much of what only shook one of them goes.
 
     Raises:
         ValueError: the processes cannot share a batch evenly, or `start` does not fit into the
@@ -213,6 +216,7 @@ def train_target(
     for stage, (count, depth) in enumerate(zip(steps, depths, strict=True)):
         last = stage == len(steps) - 1
         model = grow(model, depth)
+        begun = {name: weight.clone() for name, weight in model.state_dict().items()}
         rows = weighted_rows(tokenizer, "train", seed + stage, count * batch, 257, shares)
 
         def batch_at(i: int, rows=rows) -> Tensor:
@@ -224,6 +228,9 @@ def train_target(
         measure = partial(held_out_loss, model, tokenizer) if rank == 0 else dict
         store = Store(directory / f"stage{stage}")
         fit(model, language_loss(model), batch_at, s, store, measure, 400)
+    if halfway:
+        ended = model.state_dict()
+        model.load_state_dict({name: (begun[name] + ended[name]) / 2 for name in ended})
     return model
 
 
@@ -479,6 +486,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                    help="go on from this target")
     t.add_argument("--shares", type=float, nargs=len(SHARES), default=list(SHARES.values()),
                    metavar=tuple(kind.upper() for kind in SHARES), help="of the text")
+    t.add_argument("--halfway", action="store_true",
+                   help="keep the mean of the last depth's first and last weights")
     t.add_argument("--seed", type=int, default=3)
     d = kinds.add_parser("dflash", help="a DFlash drafter for a target")
     d.add_argument("directory", type=Path, nargs="?", default=Path("runs/dflash"))
