@@ -270,7 +270,8 @@ print(show.table(["nats per token", *(f"L = {size}" for size in CLIPS), "target"
 # *What to see.* In every row the bound gets looser as blocks get longer, as in the paper (LM1B:
 # perplexity at most 28.2, 29.8 and 30.6 for L = 4, 8 and 16, autoregressive 22.8). Our gaps are far
 # wider: 400 steps on a CPU for all lengths together are next to nothing. L = 1 costs more
-# than the target's own loss; our model has a third of its layers.
+# than the loss of the target, of whose layers our model has a third. (It is the target from which
+# the model began. The one that ships today has learnt more since.)
 #
 # ## 6 · A text, block by block
 #

@@ -109,7 +109,7 @@ overall  leaves out wild, which is real Python source
 Without any training, n-gram lookup reaches tau {lookup_tau:.2f} in the same loop.
 Of the runs of four tokens in a plain text at least {100 * distinct:.0f} % are different; a
 text that repeats itself would flatter whatever copies. This is a tiny model:
-what it says is often wrong. It shows how the method works, not how fast it is.""", file=out)
+what it says may be wrong. It shows how the method works, not how fast it is.""", file=out)
     return {
         "prompts": [{"kind": kind, **e} for kind, e in zip(kinds, entries, strict=True)],
         "overall": overall,
