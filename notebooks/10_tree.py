@@ -244,13 +244,13 @@ place = next((p for p in (Path("docs"), Path("../docs")) if p.is_dir()), Path("d
 results = place / "results"
 
 
-def read(name):
+def measured(name):
     """A file of results, or None."""
     path = results / name
     return json.loads(path.read_text()) if path.exists() else None
 
 
-report, runs = read("duel.json"), read("ablations.json")
+report, runs = measured("duel.json"), measured("ablations.json")
 if report is None:
     print("not measured yet: python -m minidflash duel --json docs/results/duel.json")
 else:
