@@ -319,7 +319,7 @@ shown(lambda: bars({f"temperature {key}": {short: found["overall"][name]["speedu
 # **Learning.** EAGLE's head answers the easiest question there is, the next token with all earlier
 # ones given. DFlash answers fifteen at once. Acceptance when decoding, by minutes of training, from
 # the logs of the two shipped drafters, on the same texts. Both learnt for an earlier target first,
-# with one thread each, and for the present one at the end, with two. EAGLE was measured with seven
+# and for the present one at the end; DFlash then had two threads. EAGLE was measured with seven
 # guesses on the way, so its curve cannot pass 8; a single mark shows it with fifteen, finished.
 #
 # **Predict:** who is ahead after ten minutes, and who is steeper at the end?
