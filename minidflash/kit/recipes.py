@@ -252,6 +252,12 @@ def bf16_pays() -> bool:
     return any(has for order, has in torch.cpu.get_capabilities().items() if "bf16" in order)
 
 
+def bf16_option(parser: argparse.ArgumentParser) -> None:
+    """`--bf16` and `--no-bf16`; without either, `bf16_pays` decides."""
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction,
+                        help="mixed precision; without either option: where it is the faster one")
+
+
 # ----------------------------------------------------------------------------------- the drafter
 
 
@@ -520,10 +526,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kinds.choices[name].add_argument(
             "--minutes", type=float, help="as many steps as fit, instead of --steps; the text that"
             " a drafter learns from, measuring and scores come on top")
-    for name in ("target", "dflash", "masked", "block"):
-        kinds.choices[name].add_argument(
-            "--bf16", action=argparse.BooleanOptionalAction,
-            help="mixed precision; without either option: where it is the faster one")
+        bf16_option(kinds.choices[name])
     parsed = parser.parse_args(argv)
     _refuse_senseless(kinds.choices[parsed.what], parsed)
     if parsed.what in others:

@@ -24,7 +24,14 @@ from torch import Tensor
 
 from minidflash.block_diffusion import block_bound, noisy_logits, spread_times
 from minidflash.kit import models
-from minidflash.kit.recipes import SHARES, bf16_pays, processes, weighted_rows, write_scores
+from minidflash.kit.recipes import (
+    SHARES,
+    bf16_option,
+    bf16_pays,
+    processes,
+    weighted_rows,
+    write_scores,
+)
 from minidflash.kit.recipes_masked import every_third_layer, load_masked, save_masked
 from minidflash.kit.store import Store
 from minidflash.kit.tokenizer import MASK_ID
@@ -186,6 +193,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=8, help="rows of 256 tokens per step")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    bf16_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 from minidflash.kit import checkpoint, models
 from minidflash.kit.answers import wild_cuts, world_prompts
 from minidflash.kit.recipes import (
+    bf16_option,
     bf16_pays,
     initialise,
     processes,
@@ -314,6 +315,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from-weights", type=Path, metavar="DIR", help="go on from this model")
     parser.add_argument("--cold", action="store_true", help="random weights to start from")
     parser.add_argument("--seed", type=int, default=0)
+    bf16_option(parser)
     parser.add_argument("--scored", type=int, default=40, help="documents per score; 0: no scores")
 
 
