@@ -12,9 +12,9 @@ import torch
 from minidflash.cache import CachedQwen3, greedy_cached
 from minidflash.kit import checkpoint, recipes
 from minidflash.kit.answers import continue_rows, wild_cuts, world_prompts, write_answers
-from minidflash.kit.practice import CALLS, practice
+from minidflash.kit.practice import CALLS, HARD, practice
 from minidflash.kit.tokenizer import END_ID, MASK_ID, load_tokenizer
-from minidflash.kit.world import document
+from minidflash.kit.world import FORMS, document
 
 SMALL = small.config(7)
 
@@ -94,6 +94,19 @@ def test_practice_is_true_and_weighs_its_results(tokenizer):
         practice(-1)
 
 
+def test_only_what_is_hard_is_practised(monkeypatch):
+    """A function that takes no look at each entry, such as a sum, is on none of 200 pages."""
+    def easy(name):
+        raise AssertionError(f"{name} is practised, although no target failed it")
+
+    forms = FORMS["code"]
+    assert {"total", "reverse", "largest"} <= forms.keys() - set(HARD)
+    for name in forms.keys() - set(HARD):
+        monkeypatch.setitem(forms, name, lambda dice, name=name: easy(name))
+    seen = {practice(i, 7)[1][0] for i in range(200)}
+    assert len(seen) > 100, "many functions, not one over and over"
+
+
 def test_prompt_tokens_weigh_a_quarter(tokenizer):
     """In the target's rows a document's prompt weighs a quarter and its answer, end included, 1."""
     rows = recipes.weighted_rows(tokenizer, "train", 3, 1, 4000, {"maths": 1.0})
@@ -140,7 +153,6 @@ def test_a_target_is_trained_in_stages(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_mixed_precision_is_used_where_it_is_faster(monkeypatch, tmp_path, orders, pays):
     """Training is in bfloat16 on a CPU that computes in it, and not on one that imitates it."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: orders)
     seen = []
     monkeypatch.setattr(recipes, "fit", lambda *a: seen.append(a[3].bf16))
@@ -201,6 +213,11 @@ def test_the_command_trains_for_the_minutes_that_are_asked(monkeypatch, tmp_path
     assert steps == (180, 180), "3 minutes in two stages, half a second each"
     written = json.loads((tmp_path / "t" / "recipe.json").read_text())["recipe"]
     assert (written["minutes"], written["steps"]) == (3.0, [180, 180])
+    # one depth, and no --steps beside it
+    assert recipes.main(["target", str(tmp_path / "u"), "--minutes", "3", "--depths", "8"]) == 0
+    assert runs[-1] == (tmp_path / "u", (360,))
+    with pytest.raises(SystemExit):
+        recipes.main(["target", str(tmp_path / "v"), "--minutes", "3", "--steps", "5", "5"])
 
 
 # ---------------------------------------------------------------------- text by the target

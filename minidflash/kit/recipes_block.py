@@ -160,7 +160,7 @@ def train_block(
         return torch.from_numpy(rows[start : start + share].astype(np.int64))
 
     s = TrainSettings(steps=steps, lr=lr, final_lr=0.02, seed=seed, weight_decay=0.05,
-                      bf16=bf16_pays() if bf16 is None else bf16, **settings)
+                      bf16=bf16_pays(bf16), **settings)
     measure = partial(held_out_bounds, model, tokenizer, tuple(clips)) if rank == 0 else dict
     loss = block_loss(model, clips, ranks, rank)
     fit(model, loss, batch_at, s, Store(directory), measure, eval_every)

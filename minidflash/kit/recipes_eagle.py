@@ -95,8 +95,7 @@ def train_eagle(
     batch: int = 16, taps: Sequence[int] | None = None, unrolled: int = 7, warm: int | None = 21,
     block_size: int = 8, start: Path | None = None, text: Path | None = None, world: int = 3000,
     wild: int = 1500, temperatures: Sequence[float] = TEMPERATURES, seed: int = 0,
-    bf16: bool = False,
-    measure_every: int = 100, **settings: Any,
+    bf16: bool = False, measure_every: int = 100, **settings: Any,
 ) -> EagleModel:
     """Text by the target, its features, room 09's loss in room 15's loop; tau on the way.
 

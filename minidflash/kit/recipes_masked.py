@@ -238,7 +238,7 @@ def train_masked(
     model.requires_grad_(True).train()
     data = Batches(tokenizer, steps, batch // ranks, seed, ranks, rank)
     s = TrainSettings(steps=steps, lr=lr, final_lr=0.02, seed=seed, weight_decay=0.02,
-                      bf16=bf16_pays() if bf16 is None else bf16, **settings)
+                      bf16=bf16_pays(bf16), **settings)
     unseen = held_out_rows(tokenizer, 8)
 
     def measure() -> dict[str, float]:

@@ -240,7 +240,7 @@ def rounds(
         lines.append(f"round {number:>2}  wrote {len(one.emitted):>2}:  " + "  ".join(said))
         laid.append(cells)
     if left := len(generation.rounds) - len(shown):
-        lines.append(f"... and {left} more rounds")
+        lines.append(f"... and {left} more round{'s' * (left > 1)}")
     widest = 1.0
     figure, axes = _axes(10, 0.36 * max(1, len(laid)) + 1.0, title)
     for y, cells in enumerate(laid):
