@@ -318,7 +318,7 @@ def test_training_unrolls_what_decoding_does(room, seed, data):
         for k, due in enumerate(chain(model, target, ids[r], features[r], root,
                                       min(steps, S - 1 - root))):
             found = out[k][r, root if k == 0 else root - first]
-            gap = float((found - due).abs().max())
+            gap = (found - due).abs().max().item()
             assert gap < CLOSE, f"text {r}, the chain that leaves row {root}, step {k}: {gap:.2g}"
 
 
@@ -458,7 +458,7 @@ def test_as_it_stands_the_loss_is_eagle_3s(room):
     assert counts["seen"].tolist() == [1] * 7
     assert float(weight) == pytest.approx(3.951424)
     same = loss_of(model, target, ids, wanted, steps=7, decay=0.8, v=0, p=1)[0]
-    assert float(loss_of(model, target, ids, wanted)[0]) == pytest.approx(float(same))
+    assert loss_of(model, target, ids, wanted)[0].item() == pytest.approx(float(same))
 
 
 @pytest.mark.exercise("9.6")
