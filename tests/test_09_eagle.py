@@ -458,7 +458,7 @@ def test_as_it_stands_the_loss_is_eagle_3s(room):
     assert counts["seen"].tolist() == [1] * 7
     assert float(weight) == pytest.approx(3.951424)
     same = loss_of(model, target, ids, wanted, steps=7, decay=0.8, v=0, p=1)[0]
-    assert loss_of(model, target, ids, wanted)[0].item() == pytest.approx(float(same))
+    assert loss_of(model, target, ids, wanted)[0].item() == pytest.approx(same.item())
 
 
 @pytest.mark.exercise("9.6")
