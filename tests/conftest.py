@@ -5,7 +5,7 @@ pytest --mine                work/         yours
 pytest --rooms=DIR           DIR/          anybody's (the grader and the gates use this)
 pytest --exercise=7.1        only the tests that mark exercise 7.1 (may be repeated)
 
-Set HYPOTHESIS_PROFILE to dev (default), ci, thorough or judge.
+Set HYPOTHESIS_PROFILE to dev (default), ci, thorough, judge or dice.
 """
 
 import functools
@@ -76,7 +76,9 @@ _FIND = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
 hypothesis.settings.register_profile("dev", max_examples=25, phases=_TEACH, **_CALM)
 hypothesis.settings.register_profile("ci", max_examples=50, **_SAME, **_CALM)
 hypothesis.settings.register_profile("thorough", max_examples=2000, **_CALM)
-hypothesis.settings.register_profile("judge", max_examples=50, phases=_FIND, **_SAME, **_CALM)
+_JUDGE = {"max_examples": 50, "phases": _FIND, **_CALM}
+hypothesis.settings.register_profile("judge", **_JUDGE, **_SAME)
+hypothesis.settings.register_profile("dice", **_JUDGE, database=None)
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 )
@@ -147,6 +149,10 @@ def pytest_runtest_makereport(item, call):
         reason = report.longrepr[2].removeprefix("Skipped: ")
         if not reason.startswith(SKIPS_ALLOWED):
             report.outcome, report.longrepr = "failed", f"CI does not allow this skip: {reason}"
+    labels = [label for mark in item.iter_markers("exercise") for label in mark.args]
+    if report.failed and len(labels) > 1:
+        told = f"A mistake in any of them fails it. Begin with the first:  --exercise={labels[0]}"
+        report.sections.append((f"this test needs exercises {' and '.join(labels)}", told))
     return report
 
 

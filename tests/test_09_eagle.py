@@ -300,15 +300,12 @@ def test_a_smaller_vocabulary_has_a_head_of_its_own(room):
 
 
 @pytest.mark.exercise("9.5")
-@FEW
-@given(seed=st.integers(0, 99), data=st.data())
-def test_training_unrolls_what_decoding_does(room, seed, data):
+@pytest.mark.parametrize("S, first", [(S, first) for S in (3, 5) for first in range(S - 1)])
+def test_training_unrolls_what_decoding_does(room, S, first):
     """Every row of every step equals the chain that decoding drafts from there, tokens given."""
     # case F10
-    target, model = pair(room, seed)
-    S = data.draw(st.integers(3, 5), "length")
-    first, steps = data.draw(st.integers(0, S - 2), "first"), data.draw(st.integers(1, 3), "steps")
-    ids = [data.draw(st.lists(st.integers(0, 5), min_size=S, max_size=S), "text") for _ in "ab"]
+    target, model = pair(room, S)
+    ids, steps = [[0, 3, 1, 5, 2][:S], [4, 4, 0, 1, 3][:S]], 3
     features = torch.stack([text_of(target, line, model.taps)[0] for line in ids])
     out = list(model.unroll(target.embed, torch.tensor(ids), features, steps, first))
     assert [tuple(h.shape[:2]) for h in out] == [(2, S)] + [(2, S - first)] * (steps - 1), (
@@ -603,7 +600,7 @@ def test_a_feature_waits_for_the_token_after_it(room, seed, cuts):
     )
     for i, (k, v) in enumerate(due):
         for found, right, what in ((mine.cache.keys, k, "key"), (mine.cache.values, v, "value")):
-            gap = float((found[0, 0, :, i] - right).abs().max())
+            gap = (found[0, 0, :, i] - right).abs().max().item()
             assert gap < CLOSE, f"{what} of row {i}, told in pieces of {cuts}, is off by {gap:.2g}"
 
 

@@ -61,7 +61,8 @@ def test_the_prompts_are_shown_with_their_answers(shown):
     """Each prompt is printed with its kind, then continued, then the rounds are counted."""
     _, text = shown
     for prompt in bench.prompts(1, (*KINDS, "wild")):
-        assert f"--- {prompt.kind} -" in text and prompt.text in text
+        assert f"--- {prompt.kind} -" in text
+        assert f"{prompt.text} {demo.GOES_ON}" in text, "a file does not show where a prompt ends"
     assert len(re.findall(r"\[tokens per round: [\d .]+\]", text)) == 4
 
 

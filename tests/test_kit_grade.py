@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,24 @@ def test_one_mistake_costs_one_mark(toy):
     scores, messages = toy(ROOM.replace("x // 2", "x // 2 if x != 4 else 1"))
     assert scores == [1, 0] and messages[1].startswith("Half of an even number is exact. But:")
     assert "n=2" in messages[1], "the adversary's example belongs to the message"
+
+
+def test_a_test_of_two_exercises_says_so(toy, tmp_path):
+    """A failure of a test that needs another exercise too names that one, here and in pytest."""
+    spec = tmp_path / "tests/test_99_toy.py"
+    spec.write_text(SPEC + '''
+
+@pytest.mark.exercise("99.1", "99.2")
+def test_there_and_back(room):
+    """Half of the double is the number."""
+    assert room.half(room.double(1001)) == 1001
+''')
+    scores, messages = toy(ROOM.replace("return 2 * x", "return 2 * x if x < 1000 else 0"))
+    assert scores == [0, 0] and messages[1].startswith("(needs 99.1 as well) Half of the double")
+    (tmp_path / "work/__init__.py").write_text("")
+    command = [sys.executable, "-m", "pytest", "-q", "--mine", str(spec)]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert "needs exercises 99.1 and 99.2" in said and "--exercise=99.1" in said, said
 
 
 def test_an_endless_loop_costs_its_own_marks_only(toy):

@@ -18,12 +18,13 @@ from minidflash.speculate import NGramDrafter, NoDrafter, speculate
 
 KEYS = ("identical tau distinct4 target_forwards tokens plain_tokens_per_s tokens_per_s speedup"
         " draft_ms verify_ms rest_ms").split()
+GOES_ON = "»"  # without colour, nothing else shows where a prompt ends
 
 
 def watch(pair: Pair, prompt: bench.Prompt, max_new_tokens: int, out: TextIO) -> list[int]:
     """Decode one prompt with DFlash while it is shown; returns the tokens written per round."""
     stream = show.Stream(pair.tokenizer, out)
-    stream.prompt(prompt.text)
+    stream.prompt(prompt.text if stream.colour else f"{prompt.text} {GOES_ON}")
     done = speculate(pair.target, stream.watch(pair.drafter()), pair.encode(prompt.text),
                      max_new_tokens, pair.stop_ids, on_round=stream.round)
     stream.end(done)
@@ -80,6 +81,8 @@ def run(
           file=out)
     if colour:
         print(f"{show.LEGEND}   (first of the rejected ones only)", file=out)
+    else:
+        print(f"{GOES_ON} stands where the prompt ends and the model goes on.", file=out)
     limit, runs, lookup = pair.target.config.max_position_embeddings, [], []
     for prompt in asked:
         ids = pair.encode(prompt.text)

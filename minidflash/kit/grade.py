@@ -60,10 +60,13 @@ def mark(exercise: Exercise, outcomes: Sequence[Outcome]) -> Mark:
     wrong = [outcome for outcome in own if not outcome.passed]
     if not wrong:
         return Mark(name, 1, 1, "")
-    first = wrong[0]
+    first = min(wrong, key=lambda outcome: len(outcome.labels))  # its own tests tell most
     message = first.message.strip() or "failed"
     if first.phase == "call" and first.sentence:
         message = f"{first.sentence} But: {message}"
+    others = [label for label in first.labels if label != exercise.label]
+    if first.phase == "call" and others:
+        message = f"(needs {' and '.join(others)} as well) {message}"
     return Mark(name, 0, 1, message)
 
 
