@@ -451,6 +451,74 @@ def test_splits_share_the_context(room, monkeypatch):
     assert reads == [16, 64, 64] * 4 + [16, 16], f"tiles read, in rows: {reads}"
 
 
+# ---- the launch: rules, worked out by hand
+
+
+@pytest.mark.parametrize(
+    ("heads", "B", "D", "size", "capability", "want"),
+    [
+        (4, 16, 128, 2, (9, 0), (64, 64, 16, 128, 4)),  # Qwen3-4B's drafter in bfloat16
+        (4, 16, 128, 2, (8, 9), (64, 64, 16, 128, 8)),  # before Hopper 64 rows want 8 warps
+        (4, 16, 128, 4, (9, 0), (64, 32, 16, 128, 4)),  # 16 KB are 32 keys of 128 x 4 bytes
+        (8, 16, 64, 2, (10, 0), (128, 64, 16, 64, 8)),  # never more than 64 keys
+        (3, 10, 80, 2, (8, 0), (32, 64, 16, 128, 4)),  # 30 rows fill 32, head size 80 fills 128
+        (1, 3, 8, 4, (9, 0), (16, 64, 16, 16, 4)),  # nothing is smaller than 16
+        (1, 17, 256, 4, (9, 0), (32, 16, 32, 256, 4)),  # 16 keys of 256 x 4 bytes
+        (5, 13, 32, 2, (9, 0), (128, 64, 16, 32, 8)),  # 65 rows
+    ],
+)
+def test_tiles_by_hand(room, heads, B, D, size, capability, want):
+    """M rows of queries, K keys, OWN slots, E numbers of a head, and warps follow from the shape.
+    """
+    found = room.plan(heads, B, D, size, capability)
+    assert found.pop("num_stages") == 2, "two tiles are on their way at a time"
+    assert found == dict(zip(("M", "K", "OWN", "E", "num_warps"), want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks", "groups", "S", "splits"),
+    [
+        (1, 1, 1, 255, 1), (1, 1, 1, 511, 1), (1, 1, 1, 512, 2), (1, 1, 1, 1023, 2),
+        (1, 1, 1, 1024, 4), (1, 1, 1, 8000, 16), (1, 1, 8, 8000, 16),
+        (1, 1, 64, 2048, 4), (2, 1, 64, 2048, 2), (1, 8, 32, 512, 1), (3, 3, 3, 2048, 8),
+    ],
+)  # fmt: skip
+def test_as_many_splits_as_pay(room, monkeypatch, rows, blocks, groups, S, splits):
+    """A split has 256 positions or more, there are 16 at most, and 256 programs are enough."""
+    grids = []
+
+    class InterpretedFunction:  # the name by which `usable` knows the interpreter
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(room, "attend_block", InterpretedFunction())
+    monkeypatch.setattr(room, "combine", InterpretedFunction())
+    anchors = torch.zeros(rows, blocks, dtype=torch.long)
+    room.fused(*world(rows, blocks, 2, groups, groups, 8, S), anchors)
+    assert grids[0] == (rows * blocks, groups, splits), f"blocks, kv heads, splits: {grids[0]}"
+    assert len(grids) == 1 + (splits > 1), "a single split writes the result itself"
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 1, 3, 2), (3, 1, 0, 2)])
+def test_any_order_in_memory(room, order):
+    """However q, keys and values lie in memory, and each of them otherwise, the numbers are right.
+    """
+    back = [order.index(i) for i in range(4)]
+    tensors, anchors = world(2, 2, 4, 4, 2, 16, 40), [[33, 5], [0, 40]]
+    for turned in ([0], [1], [2], [3], [4], [0, 1, 2, 3, 4]):
+        laid = [
+            x.permute(order).contiguous().permute(back) if i in turned else x
+            for i, x in enumerate(tensors)
+        ]
+        check(room, laid, anchors)
+    wide = torch.tensor(anchors).repeat_interleave(2, 1)[:, ::2]  # anchors with gaps in between
+    assert not wide.is_contiguous()
+    want, _ = truth(*tensors, wide)
+    out, _ = room.fused(*tensors, wide)
+    assert torch.allclose(out.double(), want, atol=1e-5)
+
+
 # ---- what a learner gets told
 
 
