@@ -23,6 +23,7 @@ SHAPES = [  # heads per kv head, block size, head size, splits, window, causal, 
     (4, 16, 128, 1, 0, False, "fp16"),  # the same, packed training
     (8, 16, 64, 4, 128, False, "bf16"),  # a sliding window
     (3, 10, 80, 1, 0, True, "bf16"),  # nothing here is a power of two; causal inside the block
+    (2, 8, 32, 1, 0, False, "fp32"),  # float32, which must not become TF32
 ]
 
 
@@ -57,6 +58,7 @@ def compile_one(function, capability, types, constants, options):
         "registers": int(re.search(r"REG:(\d+)", report)[1]),
         "stack": int(re.search(r"STACK:(\d+)", report)[1]),
         "tensor_cores": "wgmma.mma_async" in ptx or "mma.sync" in ptx,
+        "tf32": "tf32" in ptx,
     }
 
 
@@ -72,7 +74,7 @@ def load(path: Path):
 def jobs(room, capability, shape):
     """(name, kernel, argument types, constants, launch options) of all that one shape launches."""
     heads, block, size, splits, window, causal, number = shape
-    plan = dict(room.plan(heads, block, size, 2, capability))
+    plan = dict(room.plan(heads, block, size, 4 if number == "fp32" else 2, capability))
     options = {name: plan.pop(name) for name in ("num_warps", "num_stages")}
     types = {n: f"*{number}" for n in ("Q", "KC", "VC", "KB", "VB")}
     types |= {"ANCHORS": "*i64", "LSE": "*fp32", "scale": "fp32"}
@@ -111,7 +113,7 @@ def main(path: str, arch: str = "") -> None:
         capability = divmod(number, 10)
         for shape in SHAPES[:2] if path == "backward" else SHAPES:
             for name, kernel, types, constants, options in work(capability, shape):
-                head = {"kernel": name, "arch": number, "shape": str(shape)}
+                head = {"kernel": name, "arch": number, "shape": str(shape), "number": shape[-1]}
                 row = compile_one(kernel, capability, types, constants, options)
                 print(json.dumps(head | row | {"limit": SHARED_LIMIT[number]}), flush=True)
 

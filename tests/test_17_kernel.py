@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import hypothesis
@@ -126,6 +127,13 @@ def test_padding_sees_nothing(room):
     """A padding block, whose anchor is -1, sees no key, not even its own."""
     seen = mask_of(room, anchor=-1, first=-1, limit=3)
     assert seen == ["00000000"] * 4, f"anchor -1 marks a block that is not there; got {seen}"
+
+
+@pytest.mark.exercise("17.1")
+def test_the_first_block_of_a_text_is_real(room):
+    """A block at anchor 0 has no context, and sees itself."""
+    seen = mask_of(room, anchor=0, first=0, limit=4)
+    assert seen == ["11110000"] * 4, f"anchor 0 is a place like any other; got {seen}"
 
 
 @pytest.mark.exercise("17.1")
@@ -351,10 +359,33 @@ def test_head_sizes(room, size):
     check(room, world(1, 1, 4, 2, 1, size, 40), [[33]], splits=2)
 
 
+def test_the_largest_head_size(room):
+    """256 numbers a head are taken, 257 are refused."""
+    check(room, world(1, 1, 2, 1, 1, 256, 20), [[17]])
+    with pytest.raises(ValueError, match="do not fit"):
+        room.fused(*world(1, 1, 2, 1, 1, 257, 20), torch.tensor([[17]]))
+
+
 @WHOLE
 def test_more_splits_than_tiles(room):
     """Eight programs that share two tiles give what one gives: idle ones weigh nothing."""
     check(room, world(1, 1, 8, 2, 1, 16, 100), [[70]], splits=8)
+
+
+@WHOLE
+def test_many_programs_merge(room):
+    """Eight splits of 64 rows are merged by eight programs, eight rows each."""
+    check(room, world(1, 1, 16, 4, 1, 128, 40), [[33]], splits=8)
+
+
+def test_merging_writes_its_rows_and_nothing_else(room):
+    """Five rows of three numbers, four rows a program: what lies behind them in memory stays."""
+    parts, lses = torch.arange(30.0).view(2, 5, 3), torch.zeros(2, 5)
+    out, lse = torch.full((64,), 7.0), torch.full((64,), 7.0)
+    room.combine[2,](parts, lses, out, lse, 5, 2, 3, 4, 4)
+    assert out[:15].tolist() == [7.5 + i for i in range(15)], "the mean of both shares"
+    assert torch.allclose(lse[:5].exp(), torch.tensor(2.0)), "each share's sum was 1"
+    assert (out[15:] == 7).all() and (lse[5:] == 7).all(), "it wrote behind its last row"
 
 
 @WHOLE
@@ -418,10 +449,10 @@ def test_a_cache_is_read_where_it_lies(room):
 # ---- the amount of work
 
 
-@pytest.mark.parametrize(("window", "tiles"), [(0, 2), (10, 1)])
+@pytest.mark.parametrize(("window", "tiles"), [(0, 2), (10, 1), (65, 1), (66, 2)])
 def test_each_tile_is_read_once(room, monkeypatch, window, tiles):
-    """The first 100 of 1000 positions cost two tiles per kv head, not per query head; 10 cost one.
-    """
+    """The first 100 of 1000 positions cost two tiles of 64 per kv head, not per query head; a
+    window of 65, which is 64 of them and the anchor, costs one."""
     reads, load_rows = [], room.load_rows
 
     def counting(P, row, *rest):
@@ -438,8 +469,10 @@ def test_each_tile_is_read_once(room, monkeypatch, window, tiles):
     assert len(reads) - len(contexts) == 2 * 3, f"tiles read, in rows: {reads}"
 
 
-def test_splits_share_the_context(room, monkeypatch):
-    """Four programs over 256 keys read one tile each, and only the last reads the block."""
+@pytest.mark.parametrize(("anchor", "window"), [(256, 0), (512, 257)])
+def test_splits_share_the_context(room, monkeypatch, anchor, window):
+    """Four programs over 256 keys read one tile each, and only the last reads the block; so they do
+    if the 256 are those of a window."""
     reads, load_rows = [], room.load_rows
 
     def counting(P, row, *rest):
@@ -447,7 +480,7 @@ def test_splits_share_the_context(room, monkeypatch):
         return load_rows(P, row, *rest)
 
     monkeypatch.setattr(room, "load_rows", counting)
-    room.fused(*world(1, 1, 4, 4, 1, 16, 256), torch.tensor([[256]]), splits=4)
+    room.fused(*world(1, 1, 4, 4, 1, 16, 512), torch.tensor([[anchor]]), window, splits=4)
     assert reads == [16, 64, 64] * 4 + [16, 16], f"tiles read, in rows: {reads}"
 
 
@@ -533,11 +566,24 @@ def test_what_it_cannot_take(room):
         room.fused(*world(1, 1, 5, 2, 1, 16, 20), torch.tensor([[5, 6]]))
 
 
-def test_nothing_breaks_without_triton():
+@pytest.mark.parametrize(
+    ("capability", "takes"), [((7, 5), False), ((8, 0), True), ((8, 9), True), ((9, 0), True)]
+)
+def test_which_gpus_it_takes(room, monkeypatch, capability, takes):
+    """Without the interpreter it takes GPUs from 8.0 on, no older one, and no CPU."""
+    monkeypatch.setattr(room, "attend_block", None)  # as if triton did not interpret
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    there = types.SimpleNamespace(dtype=torch.float16, is_cuda=True, device="cuda:0")
+    assert room.usable(there) is takes
+    assert not room.usable(torch.zeros(1))
+
+
+def test_nothing_breaks_without_triton(room):
     """Where triton is missing the room imports, is not usable, and its error says why."""
     program = (
         "import sys; sys.modules['triton'] = None\n"
-        "import torch; from minidflash import kernel\n"
+        f"sys.path.insert(0, {str(Path(room.__file__).parent)!r})\n"
+        "import torch, kernel\n"
         "x = torch.zeros(1, 1, 1, 16)\n"
         "assert not kernel.usable(x)\n"
         "try: kernel.fused(x, x, x, x, x, torch.tensor([[1]]))\n"
@@ -629,8 +675,8 @@ def compiled(request, room, tmp_path_factory):
 
 @WHOLE
 def test_the_real_compiler_takes_it(compiled):
-    """For sm_80 and sm_90, all that four drafters launch compiles and fits into shared memory."""
-    assert len(compiled) == 6, "four attention kernels and two combine kernels"
+    """For sm_80 and sm_90, all that five drafters launch compiles and fits into shared memory."""
+    assert len(compiled) == 7, "five attention kernels and two combine kernels"
     for row in compiled:
         assert row["shared"] <= row["limit"], f"too much shared memory: {row}"
 
@@ -644,6 +690,15 @@ def test_no_register_spills(compiled):
 
 @WHOLE
 def test_tensor_cores_do_the_products(compiled):
-    """Every product of the attention kernel runs on tensor cores."""
+    """Every product of 16-bit numbers in the attention kernel runs on tensor cores."""
     for row in compiled:
-        assert row["tensor_cores"] or row["kernel"] == "combine", f"plain multiply-adds: {row}"
+        plain = row["kernel"] == "combine" or row["number"] == "fp32"
+        assert row["tensor_cores"] or plain, f"plain multiply-adds: {row}"
+
+
+@WHOLE
+def test_float32_is_not_shortened(compiled):
+    """No product of float32 numbers is made in TF32, which would keep ten of their 23 bits."""
+    assert any(row["number"] == "fp32" for row in compiled), "a float32 kernel is compiled"
+    for row in compiled:
+        assert not row["tf32"], f"TF32 is Triton's default; input_precision turns it off: {row}"
