@@ -435,7 +435,19 @@ def test_a_window_is_not_full_attention(room):
     assert (full - narrow).abs().max() > 0.1, "the window was silently ignored"
 
 
-def test_a_cache_is_read_where_it_lies(room):
+def test_shares_are_kept_in_float32(room, monkeypatch):
+    """Between the two kernels nothing is rounded to 16 bits; only the result is."""
+    tensors = world(1, 1, 4, 2, 1, 16, 40, dtype=torch.float16)
+    call = (*tensors, torch.tensor([[33]]), 0, False, 2)
+    (_, (*_, parts, lses)), (_, (*_, out, lse)) = (
+        (grid, args[:n]) for (grid, args), n in
+        zip(launches(room, monkeypatch, *call), (8, 4), strict=True)
+    )
+    assert parts.dtype == lses.dtype == lse.dtype == torch.float32 and out.dtype == torch.float16
+    assert parts.shape == (2, *out.shape) and lses.shape == (2, *lse.shape)
+
+
+def test_a_cache_is_read_where_it_lies(room, monkeypatch):
     """A view into a larger cache is read through its strides: same numbers, and no copy."""
     q, k, v, k_blk, v_blk = world(1, 1, 4, 4, 2, 16, 64)
     cache = torch.full((2, 1, 2, 200, 32), math.nan)
@@ -444,6 +456,11 @@ def test_a_cache_is_read_where_it_lies(room):
     out, _ = room.fused(q, k_view, v_view, k_blk, v_blk, torch.tensor([[64]]))
     want, _ = truth(q, k, v, k_blk, v_blk, torch.tensor([[64]]))
     assert torch.allclose(out.double(), want, atol=1e-5)
+    call = (q, k_view, v_view, k_blk, v_blk, torch.tensor([[64]]))
+    ((_, (_, k_read, v_read, *_)),) = launches(room, monkeypatch, *call)
+    assert (k_read.data_ptr(), v_read.data_ptr()) == (k_view.data_ptr(), v_view.data_ptr()), (
+        "the cache was copied"
+    )
 
 
 # ---- the amount of work
@@ -484,7 +501,34 @@ def test_splits_share_the_context(room, monkeypatch, anchor, window):
     assert reads == [16, 64, 64] * 4 + [16, 16], f"tiles read, in rows: {reads}"
 
 
+def test_each_block_asks_for_itself(room, monkeypatch):
+    """Two blocks of four slots and four heads are two programs of sixteen queries, a tile each."""
+    reads, load_rows = [], room.load_rows
+
+    def counting(P, row, *rest):
+        reads.append(len(row.handle.data))
+        return load_rows(P, row, *rest)
+
+    monkeypatch.setattr(room, "load_rows", counting)
+    room.fused(*world(1, 2, 4, 4, 1, 16, 100), torch.tensor([[64, 64]]), splits=1)
+    assert reads == [16, 64, 64, 16, 16] * 2, f"tiles read, in rows: {reads}"
+
+
 # ---- the launch: rules, worked out by hand
+
+
+def launches(room, monkeypatch, *call):
+    """The grid and the arguments of each kernel that a call would launch; none of them runs."""
+    seen = []
+
+    class InterpretedFunction:  # the name by which `usable` knows the interpreter
+        def __getitem__(self, grid):
+            return lambda *args, **options: seen.append((grid, args))
+
+    monkeypatch.setattr(room, "attend_block", InterpretedFunction())
+    monkeypatch.setattr(room, "combine", InterpretedFunction())
+    room.fused(*call)
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -518,19 +562,14 @@ def test_tiles_by_hand(room, heads, B, D, size, capability, want):
 )  # fmt: skip
 def test_as_many_splits_as_pay(room, monkeypatch, rows, blocks, groups, S, splits):
     """A split has 256 positions or more, there are 16 at most, and 256 programs are enough."""
-    grids = []
-
-    class InterpretedFunction:  # the name by which `usable` knows the interpreter
-        def __getitem__(self, grid):
-            grids.append(grid)
-            return lambda *args, **options: None
-
-    monkeypatch.setattr(room, "attend_block", InterpretedFunction())
-    monkeypatch.setattr(room, "combine", InterpretedFunction())
     anchors = torch.zeros(rows, blocks, dtype=torch.long)
-    room.fused(*world(rows, blocks, 2, groups, groups, 8, S), anchors)
+    tensors = world(rows, blocks, 2, groups, groups, 8, S)
+    grids = [grid for grid, _ in launches(room, monkeypatch, *tensors, anchors)]
     assert grids[0] == (rows * blocks, groups, splits), f"blocks, kv heads, splits: {grids[0]}"
-    assert len(grids) == 1 + (splits > 1), "a single split writes the result itself"
+    if splits == 1:
+        assert len(grids) == 1, "a single split writes the result itself"
+    else:
+        assert grids[1:] == [(1,)], "so few rows are merged by one program"
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 1, 3, 2), (3, 1, 0, 2)])
