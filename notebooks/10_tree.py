@@ -354,7 +354,8 @@ shown(lambda: learning(("dflash", "eagle"), more=finished())
 
 # %% [markdown]
 # *What to see:* the chain rises first and flattens; the block rises later and longer. Each kink is
-# a new run, whose learning rate starts high again; at the last one the target changes, too.
+# a new run, whose learning rate starts high again; at EAGLE's last one and at DFlash's last but
+# one the target changes, too.
 #
 # **Why.** Five short runs of 400 steps that differ in one thing each: depth, or where the features
 # go in. They are in `docs/results/ablations.json`, and they were trained for the target that
