@@ -156,6 +156,16 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+@pytest.fixture(scope="session", autouse=True)
+def a_terminal_like_any_other():
+    """What your own terminal cannot, or how wide it is, decides nothing here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
+            patch.delenv(name, raising=False)
+        yield
+
+
 @pytest.fixture(scope="module")  # hypothesis refuses function-scoped fixtures
 def room(request):
     """The module a spec is about: minidflash.verify for tests/test_07_verify.py, or yours."""
