@@ -439,10 +439,8 @@ def test_shares_are_kept_in_float32(room, monkeypatch):
     """Between the two kernels nothing is rounded to 16 bits; only the result is."""
     tensors = world(1, 1, 4, 2, 1, 16, 40, dtype=torch.float16)
     call = (*tensors, torch.tensor([[33]]), 0, False, 2)
-    (_, (*_, parts, lses)), (_, (*_, out, lse)) = (
-        (grid, args[:n]) for (grid, args), n in
-        zip(launches(room, monkeypatch, *call), (8, 4), strict=True)
-    )
+    (_, attended), (_, combined) = launches(room, monkeypatch, *call)
+    (parts, lses), (out, lse) = attended[6:8], combined[2:4]
     assert parts.dtype == lses.dtype == lse.dtype == torch.float32 and out.dtype == torch.float16
     assert parts.shape == (2, *out.shape) and lses.shape == (2, *lse.shape)
 
@@ -466,10 +464,8 @@ def test_a_cache_is_read_where_it_lies(room, monkeypatch):
 # ---- the amount of work
 
 
-@pytest.mark.parametrize(("window", "tiles"), [(0, 2), (10, 1), (65, 1), (66, 2)])
-def test_each_tile_is_read_once(room, monkeypatch, window, tiles):
-    """The first 100 of 1000 positions cost two tiles of 64 per kv head, not per query head; a
-    window of 65, which is 64 of them and the anchor, costs one."""
+def tiles_read(room, monkeypatch):
+    """A list that will hold the number of rows of each tile that a program loads, in order."""
     reads, load_rows = [], room.load_rows
 
     def counting(P, row, *rest):
@@ -477,6 +473,14 @@ def test_each_tile_is_read_once(room, monkeypatch, window, tiles):
         return load_rows(P, row, *rest)
 
     monkeypatch.setattr(room, "load_rows", counting)
+    return reads
+
+
+@pytest.mark.parametrize(("window", "tiles"), [(0, 2), (10, 1), (65, 1), (66, 2)])
+def test_each_tile_is_read_once(room, monkeypatch, window, tiles):
+    """The first 100 of 1000 positions cost two tiles of 64 per kv head, not per query head; a
+    window of 65, which is 64 of them and the anchor, costs one."""
+    reads = tiles_read(room, monkeypatch)
     room.fused(*world(1, 1, 4, 8, 2, 16, 1000), torch.tensor([[100]]), window=window, splits=1)
     contexts = [rows for rows in reads if rows == 64]
     # q (16 rows), then k and v of each tile (64 keys), then k and v of the block (16), per kv head
@@ -490,26 +494,14 @@ def test_each_tile_is_read_once(room, monkeypatch, window, tiles):
 def test_splits_share_the_context(room, monkeypatch, anchor, window):
     """Four programs over 256 keys read one tile each, and only the last reads the block; so they do
     if the 256 are those of a window."""
-    reads, load_rows = [], room.load_rows
-
-    def counting(P, row, *rest):
-        reads.append(len(row.handle.data))
-        return load_rows(P, row, *rest)
-
-    monkeypatch.setattr(room, "load_rows", counting)
+    reads = tiles_read(room, monkeypatch)
     room.fused(*world(1, 1, 4, 4, 1, 16, 512), torch.tensor([[anchor]]), window, splits=4)
     assert reads == [16, 64, 64] * 4 + [16, 16], f"tiles read, in rows: {reads}"
 
 
 def test_each_block_asks_for_itself(room, monkeypatch):
     """Two blocks of four slots and four heads are two programs of sixteen queries, a tile each."""
-    reads, load_rows = [], room.load_rows
-
-    def counting(P, row, *rest):
-        reads.append(len(row.handle.data))
-        return load_rows(P, row, *rest)
-
-    monkeypatch.setattr(room, "load_rows", counting)
+    reads = tiles_read(room, monkeypatch)
     room.fused(*world(1, 2, 4, 4, 1, 16, 100), torch.tensor([[64, 64]]), splits=1)
     assert reads == [16, 64, 64, 16, 16] * 2, f"tiles read, in rows: {reads}"
 
