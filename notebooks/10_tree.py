@@ -143,12 +143,12 @@ target, stop_ids = pair.target, pair.stop_ids
 (asked,) = prompts(1, kinds=["maths"])
 ids = pair.encode(asked.text)
 text = [*ids, *greedy(target, ids, 5, stop_ids)]
-drafter = Marginals(target, pair.model, 24)
+drafter = Marginals(target, pair.model, 14)
 drafter.begin(len(text) + 40)
 cache = target.new_cache(len(text) + 40)
 _, features = target.forward(torch.tensor([text[:-1]]), cache, drafter.taps)
 drafter.commit(text[:-1], features[0].detach())
-tree = drafter.propose_tree(text[-1], 15)
+tree = drafter.propose_tree(text[-1], 4)
 logits, _ = forward_tree(target, tree, cache)
 path, bonus = verify_tree(tree, logits, 0.0)
 words = [pair.tokenizer.decode([t]).replace("\n", "⏎").replace(" ", "␣") for t in tree.tokens]
