@@ -74,7 +74,7 @@ def test_a_target_goes_on_from_its_weights(target, tmp_path):
 
 def test_practice_is_true_and_weighs_its_results(tokenizer):
     """A page asks for several calls, runs its own function for each, and weighs what is hard: the
-    function and the results, not the calls."""
+    function, the looks and the results, not the calls."""
     for index in range(40):
         pieces = practice(index, 5)
         prompt, source, *lines = (text for text, _ in pieces)
@@ -83,7 +83,9 @@ def test_practice_is_true_and_weighs_its_results(tokenizer):
         space: dict = {}
         exec(source, space)
         for call, result in zip(lines[::2], lines[1::2], strict=True):
-            assert result == "\n" + repr(eval(call.removeprefix("\n>>> "), space))
+            comment, told = result.split("\n")
+            assert told == repr(eval(call.removeprefix("\n>>> "), space))
+            assert comment.startswith("  # ") and len(comment) > 8
     rows = recipes.weighted_rows(tokenizer, "train", 5, 2, 300, {"practice": 1.0})
     ids, weight = rows[0]
     told = tokenizer.decode(ids.tolist())
@@ -95,12 +97,12 @@ def test_practice_is_true_and_weighs_its_results(tokenizer):
 
 
 def test_only_what_is_hard_is_practised(monkeypatch):
-    """A function that takes no look at each entry, such as a sum, is on none of 200 pages."""
+    """A function that decides nothing, such as turning a list around, is on none of 200 pages."""
     def easy(name):
         raise AssertionError(f"{name} is practised, although no target failed it")
 
     forms = FORMS["code"]
-    assert {"total", "reverse", "largest"} <= forms.keys() - set(HARD)
+    assert {"running", "reverse", "largest"} <= forms.keys() - set(HARD)
     for name in forms.keys() - set(HARD):
         monkeypatch.setitem(forms, name, lambda dice, name=name: easy(name))
     seen = {practice(i, 7)[1][0] for i in range(200)}
@@ -267,6 +269,11 @@ def test_a_warm_start_borrows_the_last_layers(target):
             assert torch.equal(mine.state_dict()[name], weight)
     features = torch.randn(1, 3, 64)
     assert torch.equal(model.fc(features), features[..., 32:])
+    recipes.warm_start(model, target, tap=0)
+    assert torch.equal(model.fc(features), features[..., :32])
+    for tap in (2, -1):
+        with pytest.raises(ValueError, match=f"tap={tap} is none of the drafter's taps, 0 .. 1"):
+            recipes.warm_start(model, target, tap=tap)
 
 
 def test_every_epoch_visits_every_group_once(target):

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidflash.kit import world
-from minidflash.kit.world import KINDS, SPLITS, Document, document, documents, is_right
+from minidflash.kit.looks import FORMS_WITH_LOOKS, looks
+from minidflash.kit.world import (
+    KINDS,
+    SPLITS,
+    Document,
+    document,
+    documents,
+    is_right,
+    without_looks,
+)
 
 ANA = Document(
     "maths",
@@ -69,6 +78,9 @@ def evaluate(expression):
         (KEEP, "another program", KEEP.answer.replace("== 0", "== 1"), False),
         (KEEP, "no call", KEEP.answer.split(">>>")[0], False),
         (KEEP, "more after the result", KEEP.answer + "\n[9]", False),
+        (KEEP, "looks behind the call", KEEP.answer.replace(
+            "[3, 8])", "[3, 8])  # 3 % 2 = 1 no, 8 % 2 = 0 yes: 8"), True),
+        (KEEP, "looks, another call", KEEP.answer.replace("[3, 8])", "[3])  # [3, 8])"), False),
         (KEEP, "no Python", KEEP.answer.replace("return", "retrun"), False),
         (KEEP, "nothing", "", False),
         (ORDER, "the answer itself", ORDER.answer, True),
@@ -140,13 +152,86 @@ def test_code_results_are_true():
     """The result under each call is what Python really gives for that program."""
     for made in some("code", count=1000):
         source, _, shown = made.answer.partition("\n>>> ")
-        call, result = shown.split("\n")
+        line, result = shown.split("\n")
+        call = line.split("  # ")[0]
         namespace = {}
         exec(source, namespace)  # our own text, not a model's
         assert repr(eval(call, namespace)) == result, made.text
         assert call in made.prompt
         name = call.split("(")[0]
         assert namespace[name].__doc__
+
+
+@pytest.mark.parametrize(
+    "form, docstring, arguments, comment",
+    [
+        ("keep_odd", "", [[3, 8]], "3 % 2 = 1 yes: 3, 8 % 2 = 0 no"),
+        ("keep_even", "", [[3, 8]], "3 % 2 = 1 no, 8 % 2 = 0 yes: 8"),
+        ("keep_above", "", [[28, 3, 22], 22], "28 > 22 yes: 28, 3 > 22 no, 22 > 22 no"),
+        ("keep_below", "", [[28, 3, 22], 22], "28 < 22 no, 3 < 22 yes: 3, 22 < 22 no"),
+        ("multiples", "The ages that 3 divides.", [[9, 8]], "9 % 3 = 0 yes: 9, 8 % 3 = 2 no"),
+        ("drop", "", [[5, 6], 6], "5 != 6 yes: 5, 6 != 6 no"),
+        ("long_words", "", [["sun", "moon"], 4], "'sun' 3 >= 4 no, 'moon' 4 >= 4 yes: 'moon'"),
+        ("count_above", "", [[12, 9, 30], 10], "12 > 10 yes: 1, 9 > 10 no: 1, 30 > 10 yes: 2"),
+        ("tally", "", [[4, 7, 4], 4], "4 = 4 yes: 1, 7 = 4 no: 1, 4 = 4 yes: 2"),
+        ("total", "", [[3, 8, 1]], "0 + 3 = 3, 3 + 8 = 11, 11 + 1 = 12"),
+        ("add_each", "Add 4 to each of the sizes.", [[3, 8]], "3 + 4 = 7, 8 + 4 = 12"),
+        ("cap", "", [[28, 3], 22], "28 > 22 yes: 22, 3 > 22 no: 3"),
+        ("replace", "", [[3, 8], 8, 45], "3 = 8 no: 3, 8 = 8 yes: 45"),
+        ("contains", "", [[3, 8, 9], 8], "0: 3 = 8 no, 1: 8 = 8 yes"),
+        ("contains", "", [[3, 9], 8], "0: 3 = 8 no, 1: 9 = 8 no"),
+        ("position", "", [[3, 8, 9], 8], "0: 3 = 8 no, 1: 8 = 8 yes"),
+        ("reverse", "", [[3, 8]], ""),
+    ],
+)
+def test_looks_by_hand(form, docstring, arguments, comment):
+    """Each look has all that decides beside it and ends with what it gives; a reversal has none."""
+    assert looks(form, docstring, arguments) == comment
+
+
+def test_looks_are_true_and_lead_to_the_result():
+    """Read as arithmetic every look holds, and what the looks give is the result that is shown."""
+    seen = set()
+    for made in some("code", count=1500):
+        line, result = made.answer.split("\n>>> ")[1].split("\n")
+        call, _, comment = line.partition("  # ")
+        assert bool(comment) == (made.form in FORMS_WITH_LOOKS), made.text
+        if not comment:
+            continue
+        seen.add(made.form)
+        gives, verdicts = [], []
+        for look in comment.split(", "):
+            place, question, verdict, given = re.fullmatch(
+                r"(?:(\d+): )?(.*?)(?: (yes|no))?(?:: (.*))?", look).groups()
+            sides = re.sub(r"^'(\w+)' (\d+)", lambda m: f"{len(m[1])} == {m[2]}", question)
+            holds = eval(re.sub(r"(?<![!<>=])=(?!=)", "==", sides))
+            if made.form in ("keep_odd", "keep_even", "multiples"):  # the remainder is stated
+                assert holds, f"{look} is not so: {made.text}"
+                holds = int(question[-1]) == (made.form == "keep_odd")
+            assert verdict is None or (verdict == "yes") is holds, f"{look} is not so: {made.text}"
+            assert place is None or int(place) == len(verdicts), made.text
+            verdicts.append(holds)
+            gives += [given] if given is not None else []
+            gives += [question.split(" = ")[1]] if verdict is None else []
+        last = {"total": gives[-1:], "count_above": gives[-1:], "tally": gives[-1:],
+                "contains": [str(verdicts[-1])], "position": [str(len(verdicts) - 1)]}
+        told = "".join(last[made.form]) if made.form in last else f"[{', '.join(gives)}]"
+        assert told == result, made.text
+        assert without_looks(made.answer) == made.answer.replace("  # " + comment, "")
+    assert seen == set(FORMS_WITH_LOOKS)
+
+
+def test_a_sentence_with_two_people_begins_with_one_of_them_only():
+    """Who writes the name first and must then find out whose it was says "Mia lost to Mia"."""
+    people = {"pet": ("owner", "called"), "trip": ("traveller", "guest"),
+              "match": ("winner", "loser")}
+    for form, (first, second) in people.items():
+        record, places = world.FORMS["chat"][form](world.Dice(form))
+        for wordings in places:
+            begun = {key for text in wordings for key in (first, second)
+                     if text.startswith(record[key])}
+            assert len(begun) <= 1, f"{form}: {wordings}"
+            assert second not in begun, f"{form}: {wordings}"
 
 
 def test_chat_says_the_whole_record():
@@ -198,7 +283,7 @@ def test_the_same_on_every_python():
         stream = itertools.islice(documents(split), count)
         whole = hashlib.sha256(b"".join(made.text.encode() for made in stream))
         prints.append(whole.hexdigest()[:16])
-    assert prints == ["0b83e7448c489c25", "69e2287445089891"], (
+    assert prints == ["4b171e010e8f9ce5", "599017c9b7896708"], (
         f"the world's text changed (now {prints}); the shipped models learnt the old one"
     )
 

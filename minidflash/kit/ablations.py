@@ -56,6 +56,7 @@ class Setup:
     anchors: str = "random"  # or "fixed blocks"
     text: str = "temperatures 0, 0.5 and 0.8"  # or "temperature 0"
     warm: str = "every third layer"  # or "last layers", "random"
+    reads: str = "last tap"  # or "middle tap": what a warm start's fc picks
 
 
 BASE = Setup()
@@ -70,6 +71,7 @@ RUNS = {
     "no-decay": Setup(decay=False),
     "fixed-blocks": Setup(anchors="fixed blocks"),
     "greedy-text": Setup(text="temperature 0"),
+    "middle-tap": Setup(reads="middle tap"),
     "last-layers": Setup(warm="last layers"),
     "cold": Setup(warm="random"),
 }
@@ -189,7 +191,8 @@ def begin(target: CachedQwen3, setup: Setup, seed: int, block_size: int = 16) ->
         if p.ndim == 2:
             nn.init.normal_(p, std=p.shape[1] ** -0.5, generator=generator)
     if setup.warm != "random":
-        warm_start(model, target, 3 if setup.warm == "every third layer" else 1)
+        tap = len(tapped) // 2 if setup.reads == "middle tap" else None
+        warm_start(model, target, 3 if setup.warm == "every third layer" else 1, tap)
     return model
 
 

@@ -79,7 +79,7 @@ def write_answers(
     prompts: Sequence[list[int]],
     temperatures: Sequence[float],
     seed: int,
-    max_new_tokens: int = 120,
+    max_new_tokens: int = 176,
     batch: int = 64,
     quiet: bool = False,
 ) -> list[tuple[list[int], int]]:

@@ -51,7 +51,7 @@ TINY = Qwen3Config(
     hidden_size=128, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2,
     head_dim=32, vocab_size=1024, num_hidden_layers=24, max_position_embeddings=1024,
 )
-MAY_BE_0 = ("seed", "shares", "world", "wild", "taps", "warm", "scored")
+MAY_BE_0 = ("seed", "shares", "world", "wild", "taps", "warm", "warm_tap", "scored")
 SHARES = {"maths": 0.33, "code": 0.33, "chat": 0.16, "wild": 0.18, "practice": 0.0}
 TEMPERATURES = (0.0, 0.8, 0.0, 0.5)  # of the text for a drafter, in turn
 MINUTES = "as many steps as fit; text for a drafter, measuring and scores come on top"
@@ -265,15 +265,19 @@ def bf16_option(parser: argparse.ArgumentParser) -> None:
 
 
 @torch.no_grad()
-def warm_start(model: DraftModel, target: Qwen3, stride: int = 1) -> None:
-    """Begin as a piece of the target: its last layers, reading its last tap.
+def warm_start(
+    model: DraftModel, target: Qwen3, stride: int = 1, tap: int | None = None
+) -> None:
+    """Begin as a piece of the target: its last layers, reading one of its taps.
 
-    Layer i becomes the target's layer L - (n - i) stride; `fc` picks the last tap; `hidden_norm`
-    takes the first one's input norm. Attention then routes sensibly from the first step.
-    A target that was grown (see `grow`) does most of its work in every third layer: stride 3.
+    Layer i becomes the target's layer L - (n - i) stride; `fc` picks tap number `tap`, the last if
+    not given; `hidden_norm` takes the first one's input norm. Attention then routes sensibly from
+    the first step. A target that was grown (see `grow`) does most of its work in every third layer:
+    stride 3. Borrowed layers understand best what lies as deep as they did: with the middle one of
+    five taps the tiny drafter learnt fastest (docs/shipped-models.md).
 
     Raises:
-        ValueError: the shapes differ, or the target has too few layers.
+        ValueError: the shapes differ, the target has too few layers, or there is no such tap.
     """
     c, t = model.config, target.config
     if c.hidden_size != t.hidden_size or c.head_dim != t.head_dim:
@@ -282,11 +286,15 @@ def warm_start(model: DraftModel, target: Qwen3, stride: int = 1) -> None:
     if stride < 1 or first < 0:
         raise ValueError(f"warm start: {stride=} must be at least 1, and {c.num_hidden_layers} such"
                          f" steps must fit into {t.num_hidden_layers} layers")
+    last = len(c.target_layer_ids) - 1
+    tap = last if tap is None else tap
+    if not 0 <= tap <= last:
+        raise ValueError(f"warm start: {tap=} is none of the drafter's taps, 0 .. {last}")
     borrowed = target.model.layers[first::stride]
     for mine, theirs in zip(model.layers, borrowed, strict=True):
         mine.load_state_dict(theirs.state_dict())
     model.fc.weight.zero_()
-    model.fc.weight[:, -t.hidden_size :] = torch.eye(t.hidden_size)
+    model.fc.weight.unflatten(1, (last + 1, -1))[:, tap] = torch.eye(t.hidden_size)
     model.hidden_norm.load_state_dict(borrowed[0].input_layernorm.state_dict())
     model.norm.load_state_dict(target.model.norm.state_dict())
 
@@ -401,8 +409,8 @@ def train_dflash(
     directory: Path, target: CachedQwen3, tokenizer: Any, *, steps: int, lr: float = 2.5e-3,
     layers: int = 5, taps: int = 5, block_size: int = 16, anchors: int = 16, batch: int = 16,
     world: int = 3000, wild: int = 1500, temperatures: Sequence[float] = TEMPERATURES,
-    warm: bool = True, warm_stride: int = 1, start: Path | None = None, text: Path | None = None,
-    seed: int = 0, bf16: bool | None = None, **settings: Any,
+    warm: bool = True, warm_stride: int = 1, warm_tap: int | None = None, start: Path | None = None,
+    text: Path | None = None, seed: int = 0, bf16: bool | None = None, **settings: Any,
 ) -> DraftModel:
     """Text by the target, its features, then room 15's loop; acceptance measured on the way.
 
@@ -422,7 +430,7 @@ def train_dflash(
     if start is not None:
         model.load_state_dict(checkpoint.load_drafter(start, "float32").state_dict())
     elif warm:
-        warm_start(model, target, warm_stride)
+        warm_start(model, target, warm_stride, warm_tap)
     # Each process has rows of its own, so that no features are computed twice.
     data = TextWithFeatures(target, rows[rank::ranks], model.config.target_layer_ids, batch, seed)
     unseen = [p for _, p in world_prompts(tokenizer, "held_out", 4, KINDS, seed)]
@@ -517,6 +525,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     d.add_argument("--cold", action="store_true", help="random start instead of warm start")
     d.add_argument("--warm-stride", type=int, default=1, metavar="N",
                    help="warm start from every Nth layer; 3 fits a target grown threefold (tiny)")
+    d.add_argument("--warm-tap", type=int, metavar="N",
+                   help="warm start reading tap N, from 0; last if not given; 2 is best for tiny")
     d.add_argument("--from-weights", type=Path, dest="start", metavar="DIR",
                    help="go on from this drafter")
     d.add_argument("--text", type=Path, metavar="DIR", help="where an earlier run's text lies")

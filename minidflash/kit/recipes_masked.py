@@ -29,7 +29,7 @@ from minidflash.kit.recipes import (
 )
 from minidflash.kit.store import Store
 from minidflash.kit.tokenizer import END_ID, MASK_ID
-from minidflash.kit.world import Dice, document, is_right
+from minidflash.kit.world import Dice, document, is_right, without_looks
 from minidflash.masked_diffusion import MaskPredictor, bound, denoise, mask_exactly, without_mask
 from minidflash.qwen3 import Qwen3, Qwen3Config
 from minidflash.train import TrainSettings, fit
@@ -61,10 +61,14 @@ def every_third_layer(target: Qwen3, layers: int) -> MaskPredictor:
 
 
 def world_rows(tokenizer: Any, split: str, kind: str, count: int, seed: int) -> list[Row]:
-    """`count` documents: prompt, answer and one `<|endoftext|>`, with the prompt's length."""
+    """`count` documents: prompt, answer and one `<|endoftext|>`, with the prompt's length.
+
+    Code comes without its looks: with them an answer may be longer than CANVAS.
+    """
     docs = [document(kind, split, i, seed) for i in range(count)]
     encode = tokenizer.backend_tokenizer.encode_batch_fast
-    pairs = zip(encode([d.prompt for d in docs]), encode([d.answer for d in docs]), strict=True)
+    answers = [without_looks(d.answer) for d in docs]
+    pairs = zip(encode([d.prompt for d in docs]), encode(answers), strict=True)
     return [([*p.ids, *a.ids, END_ID], len(p.ids)) for p, a in pairs]
 
 

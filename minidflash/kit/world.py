@@ -1,7 +1,8 @@
 """The little world: endless seeded text with right answers, in three kinds.
 
 *maths* is a word problem and numbered steps that compute. *code* is a task, a small function, and
-a call with its true result: the function is really run to get it. *chat* is a JSON record and the
+a call with its true result: the function is really run to get it, and where it has to decide or to
+add, a comment does so step by step (kit/looks.py). *chat* is a JSON record and the
 same facts in words. The prompt is random. The answer of maths and code follows from it; that of
 chat may be worded in several ways, so that temperature matters.
 
@@ -19,6 +20,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from minidflash.kit.looks import looks, without_looks
 
 T = TypeVar("T")
 KINDS = ("maths", "code", "chat")
@@ -952,7 +955,7 @@ def _pet(d: Dice) -> Chat:
         [
             f"{n} has a {col} {k} called {p}.",
             f"The {col} {k} of {n} is called {p}.",
-            f"{p} is a {col} {k} and belongs to {n}.",
+            f"A {col} {k} called {p} belongs to {n}.",
         ],
         [
             f"The animal is {a} years old and plays with {x}.",
@@ -1022,7 +1025,7 @@ def _trip(d: Dice) -> Chat:
             f"It costs {e} euros and lasts {h} hours.",
             f"After {h} hours and for {e} euros the trip is done.",
         ],
-        [f"{m} is coming too.", f"The guest on this trip is {m}.", f"{n} takes {m} along."],
+        [f"A guest comes too: {m}.", f"The guest on this trip is {m}.", f"{n} takes {m} along."],
     ]
 
 
@@ -1104,7 +1107,7 @@ def _match(d: Dice) -> Chat:
         [
             f"{x} beat {y} at {s} by {a} to {b}.",
             f"At {s}, {x} won against {y} with {a} to {b}.",
-            f"{y} lost to {x} at {s}, and the score was {a} to {b}.",
+            f"The loser at {s} was {y}: {x} won by {a} to {b}.",
         ],
         [
             f"The match was on {day} in {c}.",
@@ -1260,6 +1263,14 @@ def run(source: str, call: str) -> str:
     return repr(eval(call, namespace))
 
 
+def shown(
+    form: str, source: str, docstring: str, call: str, arguments: Sequence[Any]
+) -> tuple[str, str]:
+    """A call as a session shows it, with its looks behind it (kit/looks.py), and its result."""
+    comment = looks(form, docstring, arguments)
+    return f">>> {call}  # {comment}" if comment else f">>> {call}", run(source, call)
+
+
 def _build(kind: str, form: str, dice: Dice) -> Document:
     drawn = FORMS[kind][form](dice)
     if kind == "maths":
@@ -1271,7 +1282,7 @@ def _build(kind: str, form: str, dice: Dice) -> Document:
         name = dice.choice(names)
         source = source_of(name, parameters, docstring, body)
         call = f"{name}({', '.join(map(repr, arguments))})"
-        lines = [source, f">>> {call}", run(source, call)]
+        lines = [source, *shown(form, source, docstring, call, arguments)]
         prompt = (
             "Task: "
             + dice.choice(_TASKS).format(name=name, does=dice.choice(does), call=call)
@@ -1357,8 +1368,8 @@ def _facts(prompt: str) -> set[str]:
 
 
 def _program(text: str) -> tuple[str, list[str]] | None:
-    """A code answer's syntax tree without docstrings, and its lines from `>>>` on."""
-    source, mark, shown = text.strip().partition("\n>>> ")
+    """A code answer's syntax tree without docstrings, and its lines from `>>>` on without looks."""
+    source, mark, rest = without_looks(text.strip()).partition("\n>>> ")
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -1366,7 +1377,7 @@ def _program(text: str) -> tuple[str, list[str]] | None:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
-    return ast.dump(tree), (mark + shown).strip().split("\n")
+    return ast.dump(tree), (mark + rest).strip().split("\n")
 
 
 def is_right(document: Document, continuation: str) -> bool:
@@ -1376,7 +1387,7 @@ def is_right(document: Document, continuation: str) -> bool:
       looked at.
     - code: the program is the document's own, docstring and layout aside (same syntax tree), and
       after it come exactly the call that was asked for and its true result. Another right program
-      counts as wrong.
+      counts as wrong. The comment behind the call is not looked at.
     - chat: every word and number of the record's values is said, and no other number and no other
       name, city, thing or other word of the world's lists. Who did what to whom is not looked at:
       two swapped numbers pass.
