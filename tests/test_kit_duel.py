@@ -218,7 +218,8 @@ def fabricated(**changes):
 
     overall = {"dflash-16": who(9.0, 5.0), "eagle-tree-16": who(6.0, 3.0),
                "eagle-tree-60": who(7.0, 2.5), "eagle-15": who(8.0, 4.0),
-               "eagle-7": who(5.5, 2.6), "dflash-equal-time": who(5.0, 3.1)}  # fmt: skip
+               "eagle-7": who(5.5, 2.6), "dflash-equal-time": who(5.0, 3.1),
+               "eagle-equal-time": who(5.2, 2.6)}  # fmt: skip
     warm = {"dflash-16": who(6.0, 3.5), "eagle-tree-16": who(5.0, 3.6),
             "eagle-tree-60": who(5.5, 2.0)}  # fmt: skip
     kinds = {"maths": {"dflash-16": who(9, 5.0)}, "code": {"dflash-16": who(9, 5.5)},
@@ -262,7 +263,7 @@ def test_the_best_length_by_hand():
     ("A larger tree is faster", duel.NOT_SEEN, "2.5"),
     ("Maths and code gain more", duel.SEEN, "chat 4"),
     ("Dice cost acceptance", duel.SEEN, "tau at 0.7 6"),
-    ("After equal training the block still writes more", duel.NOT_SEEN, "eagle-7 tau 5.5"),
+    ("After equal training the block still writes more", duel.NOT_SEEN, "eagle-equal-time tau 5.2"),
     ("After equal training the block is still faster", duel.SEEN, "speedup_totals 3.1"),
     ("Deeper drafters", duel.NOT_YET, "dflash-5-layers"),
     ("Features in every layer", duel.NOT_YET, "dflash-input-only"),

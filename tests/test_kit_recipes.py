@@ -60,6 +60,25 @@ def test_a_thinned_model_is_the_one_that_was_grown(target):
         recipes.thin(target, 3)
 
 
+def test_what_was_thinned_out_can_be_put_back(target):
+    """What 7 of 21 layers learnt takes its old place; the 14 between, and nothing else, stay."""
+    deep, other = recipes.grow(target, 21), small.target(7)
+    recipes.initialise(other, 5)
+    with torch.no_grad():
+        for i in (1, 20):
+            deep.model.layers[i].mlp.down_proj.weight.fill_(0.01)
+    kept = {name: w.clone() for name, w in deep.state_dict().items()}
+    recipes.put_back(other, deep)
+    for name, weight in deep.state_dict().items():
+        layer = int(name.split(".")[2]) if ".layers." in name else 0
+        same = torch.equal(weight, kept[name])
+        assert same == bool(layer % 3) or "norm" in name, f"{name} {'kept' if same else 'replaced'}"
+    ids = torch.randint(2, 1024, (2, 9), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(recipes.thin(deep, 7)(ids)[0], other(ids)[0])
+    with pytest.raises(ValueError, match="7 layers do not fit evenly into 10"):
+        recipes.put_back(target, small.target(10))
+
+
 def test_a_target_goes_on_from_its_weights(target, tmp_path):
     """With one step and next to no learning rate the run returns the weights it began with, at the
     depth that was asked for."""

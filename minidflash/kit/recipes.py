@@ -118,6 +118,13 @@ def initialise(model: Qwen3, seed: int) -> None:
             nn.init.normal_(p, std=std, generator=generator)
 
 
+def _copy_around(source: Qwen3, into: Qwen3) -> None:
+    """Everything but the layers."""
+    for name in ("embed_tokens", "norm"):
+        getattr(into.model, name).load_state_dict(getattr(source.model, name).state_dict())
+    into.lm_head.load_state_dict(source.lm_head.state_dict())
+
+
 @torch.no_grad()
 def grow(shallow: Qwen3, layers: int) -> CachedQwen3:
     """The same function with more layers: each layer is followed by copies that add nothing yet.
@@ -132,9 +139,7 @@ def grow(shallow: Qwen3, layers: int) -> CachedQwen3:
     if layers % old:
         raise ValueError(f"layers={layers} must be a multiple of the old depth {old}")
     deep = CachedQwen3(replace(shallow.config, num_hidden_layers=layers))
-    for name in ("embed_tokens", "norm"):
-        getattr(deep.model, name).load_state_dict(getattr(shallow.model, name).state_dict())
-    deep.lm_head.load_state_dict(shallow.lm_head.state_dict())
+    _copy_around(shallow, deep)
     for i, layer in enumerate(deep.model.layers):
         source, copy = divmod(i, layers // old)
         layer.load_state_dict(shallow.model.layers[source].state_dict())
@@ -154,12 +159,28 @@ def thin(deep: Qwen3, layers: int) -> CachedQwen3:
     if layers < 1 or old % layers:
         raise ValueError(f"layers={layers} must divide the target's depth {old}")
     shallow = CachedQwen3(replace(deep.config, num_hidden_layers=layers))
-    for name in ("embed_tokens", "norm"):
-        getattr(shallow.model, name).load_state_dict(getattr(deep.model, name).state_dict())
-    shallow.lm_head.load_state_dict(deep.lm_head.state_dict())
+    _copy_around(deep, shallow)
     for mine, theirs in zip(shallow.model.layers, deep.model.layers[:: old // layers], strict=True):
         mine.load_state_dict(theirs.state_dict())
     return shallow
+
+
+@torch.no_grad()
+def put_back(shallow: Qwen3, deep: Qwen3) -> None:
+    """Write what `thin` took out of `deep`, and what has since learnt on, back into it, in place.
+
+    The copies between keep what they had learnt: where that is little, little changes.
+
+    Raises:
+        ValueError: the depth of `deep` is no multiple of that of `shallow`.
+    """
+    step, rest = divmod(deep.config.num_hidden_layers, shallow.config.num_hidden_layers)
+    if rest:
+        raise ValueError(f"{shallow.config.num_hidden_layers} layers do not fit evenly into"
+                         f" {deep.config.num_hidden_layers}")
+    _copy_around(shallow, deep)
+    for theirs, mine in zip(deep.model.layers[::step], shallow.model.layers, strict=True):
+        theirs.load_state_dict(mine.state_dict())
 
 
 def language_loss(model: Qwen3) -> Callable:
@@ -240,7 +261,7 @@ def processes() -> tuple[int, int]:
     """(number of processes, my number); joins the others when torchrun has started several."""
     count, mine = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     if count > 1 and not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        torch.distributed.init_process_group("gloo")  # the recipes' tensors lie on the CPU
     return count, mine
 
 

@@ -59,11 +59,10 @@ def every_generator(generator: torch.Generator) -> list[Tensor]:
     """The states of all processes' generators, in the order of their ranks."""
     if not together():
         return [generator.get_state()]
-    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    mine = generator.get_state().to(device)
+    mine = generator.get_state()
     states = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
     distributed.all_gather(states, mine)
-    return [state.cpu() for state in states]
+    return states
 
 
 class Store:
