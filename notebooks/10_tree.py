@@ -204,8 +204,8 @@ bars(gain, ylabel="tau, as a multiple of width 1's", reference=1.0,
      title="One draft pass, 16 rows, spent four ways")
 
 # %% [markdown]
-# Width 1 is DFlash itself. *What to see:* in the little world breadth brings next to nothing,
-# because the chain is nearly always right and `rerank` keeps it whatever the width. On wild text,
+# Width 1 is DFlash itself. *What to see:* in the little world breadth brings little, because the
+# chain is nearly always right and `rerank` keeps most of it whatever the width. On wild text,
 # where the first guess is often wrong, a second and a third one for the same place are worth more
 # than deep rows that nobody reaches.
 #

@@ -236,7 +236,9 @@ for temperature in (0.0, 0.7, 1.4):
 bars(warm, ylabel="acceptance length tau", title="The hotter the target, the harder to guess")
 
 # %% [markdown]
-# The drafts are argmax guesses at every temperature, and the law of the text is the target's own.
+# At 0.7 this target is still nearly always sure of one token, so dice hardly matter, and a bar may
+# even be higher by luck. At 1.4 it is not sure any more. The drafts are argmax guesses at every
+# temperature, and the law of the text is the target's own.
 #
 # **Try this.** Write a drafter that draws each slot from its softmax at T = 1 and reports the
 # laws (`Draft(tokens, probs)`, room 07 then verifies by rejection). It is lossless too. Is its
