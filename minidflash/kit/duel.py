@@ -390,8 +390,8 @@ def claims(report: Mapping[str, Any]) -> list[dict[str, str]]:
         "larger tau, greedy", of(cold, "tau", "dflash-equal-time", "eagle-equal-time"),
         lambda d, e: d > e)
     ask("After equal training the block is still faster than the chain of 7.",
-        "larger speed-up, greedy", of(cold, "speedup_totals", "dflash-equal-time", "eagle-equal-time"),
-        lambda d, e: d > e)
+        "larger speed-up, greedy",
+        of(cold, "speedup_totals", "dflash-equal-time", "eagle-equal-time"), lambda d, e: d > e)
     for claim, why in (
         ("The gain shrinks when many requests share a GPU.", "one request at a time here"),
         ("Long reasoning texts gain as well.", "answers end within some hundred tokens here"),
