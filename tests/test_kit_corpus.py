@@ -90,13 +90,13 @@ def test_nothing_is_lost(text):
 
 
 def test_documents_and_sources_survive(shipped):
-    """Documents of the world and whole source files come back exactly, and a document is short."""
+    """Documents of the world and whole source files come back exactly, and a document fits into a training row."""
     for kind in KINDS:
         for index in range(50):
             text = document(kind, "held_out", index).text
             ids = shipped(text).input_ids
             assert shipped.decode(ids) == text
-            assert 60 <= len(ids) <= 180, f"{kind} document of {len(ids)} tokens"
+            assert 60 <= len(ids) <= 256, f"{kind} document of {len(ids)} tokens"
     for _, text in wild_files("held_out")[:5]:
         assert shipped.decode(shipped(text).input_ids) == text
 

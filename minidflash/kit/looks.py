@@ -3,7 +3,7 @@
 Maths has its steps. A result line alone asks for several decisions in one breath, and a small model
 fails there. So the call of such a function is followed by a comment, one look for each entry:
 
-    >>> keep_above([28, 3], 22)  # 28 > 22 yes: 28, 3 > 22 no
+    keep_above([28, 3], 22)  # 28 > 22 yes: 28, 3 > 22 no
     [28]
 
 A look has all that decides beside it, and ends with what it gives: the result line only collects.
@@ -85,6 +85,9 @@ FORMS_WITH_LOOKS = (*_LOOKS, "replace")
 
 def looks(form: str, docstring: str, arguments: Sequence[Any]) -> str:
     """The looks of one call, with commas between; "" for a form that needs none.
+
+    >>> looks("keep_above", "", [[28, 3], 22])
+    '28 > 22 yes: 28, 3 > 22 no'
 
     A number that the function itself holds, like the 4 of "Add 4 to each of the sizes.", is read
     from its docstring.
