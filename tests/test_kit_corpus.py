@@ -90,7 +90,7 @@ def test_nothing_is_lost(text):
 
 
 def test_documents_and_sources_survive(shipped):
-    """Documents of the world and whole source files come back exactly, and a document fits into a training row."""
+    """Documents of the world and whole files come back exactly; a document fits a training row."""
     for kind in KINDS:
         for index in range(50):
             text = document(kind, "held_out", index).text
