@@ -54,6 +54,15 @@ def test_a_depth_that_does_not_divide_is_refused(target):
 # ---------------------------------------------------------------------- the text
 
 
+def test_every_answer_fits_its_canvas(tokenizer):
+    """Code comes without its looks: with them the longest answers would be cut off, silently."""
+    for kind in ("maths", "code", "chat"):
+        rows = recipes_masked.world_rows(tokenizer, "train", kind, 400, 5)
+        longest = max(len(ids) - prompt for ids, prompt in rows)
+        assert longest <= recipes_masked.CANVAS, f"{kind}: {longest} tokens"
+    assert any("  # " in document("code", "train", i, 5).answer for i in range(400))
+
+
 def test_a_prompt_may_not_be_hidden_and_the_rest_of_the_canvas_may(tokenizer):
     """A row is prompt, answer and end tokens; all but the prompt may be hidden; wild text may be
     hidden anywhere."""
