@@ -4,6 +4,7 @@ import argparse
 import json
 
 import pytest
+import small
 import tiny
 import torch
 from hypothesis import given
@@ -104,6 +105,16 @@ def test_training_shows_what_decoding_shows(features):
             drafter.commit(ids[0, piece].tolist(), rows[0, piece])
         due = drafter.logits(int(ids[0, anchor]))
         assert torch.allclose(target.head(packed[0, n, 1:]), due, atol=1e-5), f"anchor {anchor}"
+
+
+def test_which_tap_a_run_reads_first():
+    """`base` begins with the last of its taps, `middle-tap` with the middle one."""
+    target = small.target(9)
+    features = torch.randn(1, 3, 3 * 32)
+    for reads, kept in (("last tap", slice(64, 96)), ("middle tap", slice(32, 64))):
+        setup = Setup(layers=2, taps=3, warm="last layers", reads=reads)
+        model = ablations.begin(target, setup, 0, block_size=8)
+        assert torch.equal(model.fc(features), features[..., kept]), reads
 
 
 def test_fixed_blocks_by_hand():

@@ -290,6 +290,8 @@ def test_a_warm_start_borrows_the_last_layers(target):
     assert torch.equal(model.fc(features), features[..., 32:])
     recipes.warm_start(model, target, tap=0)
     assert torch.equal(model.fc(features), features[..., :32])
+    recipes.warm_start(model, target, tap=1)
+    assert torch.equal(model.fc(features), features[..., 32:])
     for tap in (2, -1):
         with pytest.raises(ValueError, match=f"tap={tap} is none of the drafter's taps, 0 .. 1"):
             recipes.warm_start(model, target, tap=tap)
@@ -316,6 +318,16 @@ def test_a_drafter_is_trained_on_what_the_target_writes(target, tokenizer, tmp_p
     assert model.config.target_layer_ids == (1, 4)
     assert (tmp_path / "text.0-of-1.jsonl").exists()
     assert '"tau"' in (tmp_path / "log.jsonl").read_text().splitlines()[-1]
+
+
+def test_a_training_begins_with_the_tap_that_was_asked_for(target, tokenizer, tmp_path):
+    """`warm_tap` reaches the drafter: with next to no learning `fc` stays where it began."""
+    model = recipes.train_dflash(
+        tmp_path, target, tokenizer, steps=1, lr=1e-9, layers=1, taps=2, block_size=8, anchors=2,
+        batch=4, world=2, wild=2, warm_tap=0,
+    )  # fmt: skip
+    wanted = torch.cat([torch.eye(32), torch.zeros(32, 32)], 1)
+    torch.testing.assert_close(model.fc.weight.detach(), wanted, atol=1e-5, rtol=0)
 
 
 def test_a_warm_start_may_take_every_third_layer():

@@ -11,16 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidflash.kit import world
-from minidflash.kit.looks import FORMS_WITH_LOOKS, looks
-from minidflash.kit.world import (
-    KINDS,
-    SPLITS,
-    Document,
-    document,
-    documents,
-    is_right,
-    without_looks,
-)
+from minidflash.kit.looks import FORMS_WITH_LOOKS, looks, without_looks
+from minidflash.kit.world import KINDS, SPLITS, Document, document, documents, is_right
 
 ANA = Document(
     "maths",

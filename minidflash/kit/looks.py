@@ -24,24 +24,24 @@ def _look(question: str, holds: bool, gives: object = None) -> str:
 def _keep(question: Callable[[Any, int], str], holds: Callable[[Any, int], bool]) -> Looks:
     """A kept entry is given, another gives nothing."""
 
-    def looks(entries: Sequence[Any], given: int) -> Iterator[str]:
+    def of_call(entries: Sequence[Any], given: int) -> Iterator[str]:
         for x in entries:
             kept = holds(x, given)
             yield _look(question(x, given), kept, repr(x) if kept else None)
 
-    return looks
+    return of_call
 
 
 def _count(question: str, holds: Callable[[int, int], bool]) -> Looks:
     """Each look gives the count so far."""
 
-    def looks(entries: Sequence[int], given: int) -> Iterator[str]:
+    def of_call(entries: Sequence[int], given: int) -> Iterator[str]:
         count = 0
         for x in entries:
             count += holds(x, given)
             yield _look(question.format(x, given), holds(x, given), count)
 
-    return looks
+    return of_call
 
 
 def _total(entries: Sequence[int], given: int) -> Iterator[str]:
@@ -99,6 +99,7 @@ def looks(form: str, docstring: str, arguments: Sequence[Any]) -> str:
         old, new = rest
         return ", ".join(_look(f"{x} = {old}", x == old, new if x == old else x) for x in entries)
     inside = re.search(r"\d+", docstring)
+    # Without an argument and a number inside, as in keep_odd, nobody reads `given`.
     given = rest[0] if rest else int(inside.group()) if inside else 0
     return ", ".join(_LOOKS[form](entries, given))
 

@@ -43,6 +43,6 @@ def practice(index: int, seed: int = 0) -> list[tuple[str, float]]:
     pieces = [(f"Task: {task}\nPython:", 0.25), (f"\n{source}", 1.0)]
     for arguments in [first, *(draw(dice)[5] for _ in range(CALLS - 1))]:
         call = f"{name}({', '.join(map(repr, arguments))})"
-        line, result = shown(form, source, docstring, call, arguments)
-        pieces += [(f"\n>>> {call}", 0.0), (f"{line[4 + len(call):]}\n{result}", 1.0)]
+        comment, result = shown(form, source, docstring, call, arguments)
+        pieces += [(f"\n>>> {call}", 0.0), (f"{comment}\n{result}", 1.0)]
     return pieces

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minidflash.kit import checkpoint, models
 from minidflash.kit.answers import wild_cuts, world_prompts
+from minidflash.kit.looks import without_looks
 from minidflash.kit.recipes import (
     bf16_option,
     bf16_pays,
@@ -29,7 +30,7 @@ from minidflash.kit.recipes import (
 )
 from minidflash.kit.store import Store
 from minidflash.kit.tokenizer import END_ID, MASK_ID
-from minidflash.kit.world import Dice, document, is_right, without_looks
+from minidflash.kit.world import Dice, document, is_right
 from minidflash.masked_diffusion import MaskPredictor, bound, denoise, mask_exactly, without_mask
 from minidflash.qwen3 import Qwen3, Qwen3Config
 from minidflash.train import TrainSettings, fit

@@ -1266,9 +1266,9 @@ def run(source: str, call: str) -> str:
 def shown(
     form: str, source: str, docstring: str, call: str, arguments: Sequence[Any]
 ) -> tuple[str, str]:
-    """A call as a session shows it, with its looks behind it (kit/looks.py), and its result."""
+    """What a session shows behind a call: its looks as a comment, or nothing, and its result."""
     comment = looks(form, docstring, arguments)
-    return f">>> {call}  # {comment}" if comment else f">>> {call}", run(source, call)
+    return f"  # {comment}" if comment else "", run(source, call)
 
 
 def _build(kind: str, form: str, dice: Dice) -> Document:
@@ -1282,7 +1282,8 @@ def _build(kind: str, form: str, dice: Dice) -> Document:
         name = dice.choice(names)
         source = source_of(name, parameters, docstring, body)
         call = f"{name}({', '.join(map(repr, arguments))})"
-        lines = [source, *shown(form, source, docstring, call, arguments)]
+        comment, result = shown(form, source, docstring, call, arguments)
+        lines = [source, f">>> {call}{comment}", result]
         prompt = (
             "Task: "
             + dice.choice(_TASKS).format(name=name, does=dice.choice(does), call=call)
