@@ -246,7 +246,8 @@ bars({name: {f"token {i}": chance for i, chance in enumerate(law)}
 #
 # All figures below come from `docs/results/duel.json`, which `python -m minidflash duel --json
 # docs/results/duel.json` writes: same target, same unseen prompts, one process, taking turns,
-# medians. If the file is not there, this page says so.
+# medians. It was held with the pair that shipped before this one (docs/shipped-models.md). If the
+# file is not there, this page says so.
 
 # %% tags=["volatile"]
 place = next((p for p in (Path("docs"), Path("../docs")) if p.is_dir()), Path("docs"))
@@ -353,9 +354,8 @@ shown(lambda: learning(("dflash-equal-time", "eagle-equal-time"))
 # tap in the middle, not the last one. No such search was made for the chain, and its seven
 # unrolled steps make each of its steps dear (850 against 1900). One seed, one race.
 #
-# **Why.** Twelve short runs of 400 steps, which differ from `base` in one thing each, for the
-# target before the shipped one: `docs/results/ablations.json`. **Predict:** which of these five
-# learns slowest?
+# **Why.** Twelve short runs of 400 steps, which differ from `base` in one thing each, for an
+# earlier target: `docs/results/ablations.json`. **Predict:** which of these five learns slowest?
 
 # %% tags=["volatile"]
 some = ("base", "3-layers", "1-layer", "input-only", "no-features")
@@ -377,7 +377,7 @@ if runs:
 # decay a drafter hardly begins. The odd one is `1-tap`, far ahead of five. It is not the number: it
 # reads layer 12 from the first step, the others begin with layer 21. Five taps that begin with
 # layer 11 are as good (`docs/shipped-models.md`). One seed, 400 steps: this is how learning begins,
-# not where it ends. The shipped drafter had 60 times as many steps.
+# not where it ends. The shipped drafter had more than 70 times as many steps.
 #
 # ## 6 · The paper's claims, one by one
 #

@@ -37,6 +37,11 @@ ORDER = Document(
     'Record: {"customer": "Eva", "order": {"pens": 4, "hats": 30}, "euros": 70, "ship_to": "Lima",'
     ' "by": "bus", "arrives": "Sunday"}\nIn words:',
     "\nEva orders 4 pens and 30 hats. It will reach Lima by bus on Sunday. The price is 70 euros.",
+    (
+        ("Eva orders 4 pens and 30 hats.", "4 pens and 30 hats are on the list of Eva."),
+        ("It will reach Lima by bus on Sunday.",),
+        ("The price is 70 euros.", "Eva pays 70 euros for it."),
+    ),
 )
 
 
@@ -76,7 +81,14 @@ def evaluate(expression):
         (KEEP, "no Python", KEEP.answer.replace("return", "retrun"), False),
         (KEEP, "nothing", "", False),
         (ORDER, "the answer itself", ORDER.answer, True),
-        (ORDER, "free words", "\nOn Sunday a bus brings Eva 4 pens, 30 hats to Lima: 70.", True),
+        (ORDER, "another wording", ORDER.answer.replace("The price is", "Eva pays").replace(
+            "euros.", "euros for it."), True),
+        (ORDER, "free words", "\nOn Sunday a bus brings Eva 4 pens, 30 hats to Lima: 70.", False),
+        (ORDER, "two numbers swapped", ORDER.answer.replace("4 pens and 30", "30 pens and 4"),
+         False),
+        (ORDER, "a sentence missing", ORDER.answer.replace(" The price is 70 euros.", ""), False),
+        (ORDER, "a sentence twice", ORDER.answer + " The price is 70 euros.", False),
+        (ORDER, "nothing", "", False),
         (ORDER, "a fact missing", ORDER.answer.replace(" by bus", ""), False),
         (ORDER, "another number", ORDER.answer.replace("30 hats", "31 hats"), False),
         (ORDER, "a thing too many", ORDER.answer + " And nuts.", False),
@@ -84,7 +96,7 @@ def evaluate(expression):
     ],
 )
 def test_is_right_by_hand(made, kind, text, right):
-    """An answer is right when its number, its program, call and result, or its facts are."""
+    """An answer is right when its number, its program, call and result, or its sentences are."""
     assert is_right(made, text) is right, f"{kind} counts as {'right' if not right else 'wrong'}"
 
 
@@ -226,6 +238,38 @@ def test_a_sentence_with_two_people_begins_with_one_of_them_only():
             assert second not in begun, f"{form}: {wordings}"
 
 
+def test_a_chat_document_keeps_one_voice():
+    """All sentences of an answer are worded in one of the three voices, and each is heard."""
+    heard = Counter()
+    for made in some("chat", count=800):
+        told = ["\n" + " ".join(sentences) for sentences in zip(*made.wordings, strict=True)]
+        assert len(set(told)) == 3, f"{made.form} has no three voices: {told}"
+        assert made.answer in told, f"mixed voices: {made.text}"
+        heard[made.form, told.index(made.answer)] += 1
+    assert len(heard) == 3 * len(world.FORMS["chat"]), heard
+
+
+def test_the_first_word_tells_the_voice():
+    """Two voices of a form never begin with the same word, so a draft can know how it goes on."""
+    for made in some("chat", count=200):
+        begun = {sentence.split()[0] for sentence in made.wordings[0]}
+        assert len(begun) == 3, f"{made.form}: {made.wordings[0]}"
+
+
+def test_what_a_reader_could_mix_up_differs_in_its_first_letter():
+    """Two people, cities or things of one record have different initials."""
+    pairs = {"pet": ("owner", "called"), "trip": ("traveller", "guest"),
+             "match": ("winner", "loser")}
+    for made in some("chat", count=800):
+        record = json.loads(made.prompt.split("\n")[0].removeprefix("Record: "))
+        both = [record[key] for key in pairs.get(made.form, ())]
+        both += record.get("likes", []) + list(record.get("order", {}))
+        for one, other in zip(both[::2], both[1::2], strict=True):
+            assert one[0] != other[0], made.prompt
+        if made.form == "trip":
+            assert record["from"][0] != record["to"][0], made.prompt
+
+
 def test_chat_says_the_whole_record():
     """Every value of a chat record stands in the answer."""
 
@@ -275,7 +319,7 @@ def test_the_same_on_every_python():
         stream = itertools.islice(documents(split), count)
         whole = hashlib.sha256(b"".join(made.text.encode() for made in stream))
         prints.append(whole.hexdigest()[:16])
-    assert prints == ["4b171e010e8f9ce5", "599017c9b7896708"], (
+    assert prints == ["a73f405649520efb", "1ba1af6414fc17d5"], (
         f"the world's text changed (now {prints}); the shipped models learnt the old one"
     )
 

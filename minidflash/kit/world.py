@@ -4,7 +4,7 @@
 a call with its true result: the function is really run to get it, and where it has to decide or to
 add, a comment does so step by step (kit/looks.py). *chat* is a JSON record and the
 same facts in words. The prompt is random. The answer of maths and code follows from it; that of
-chat may be worded in several ways, so that temperature matters.
+chat may be told in three voices, so that temperature matters.
 
 The text is the same on every Python. The only source of chance is `random.Random(seed).random()`,
 whose sequence the language guarantees, and no set order or `hash()` plays a part.
@@ -18,7 +18,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from minidflash.kit.looks import looks, without_looks
@@ -77,12 +77,14 @@ class Document:
         form: which of the kind's forms it is, such as "change".
         prompt: everything up to and including the cue "Answer:", "Python:" or "In words:".
         answer: a right continuation; it starts with a newline and holds no end token.
+        wordings: of chat, for each sentence all wordings that are right; else empty.
     """
 
     kind: str
     form: str
     prompt: str
     answer: str
+    wordings: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
 
     @property
     def text(self) -> str:
@@ -912,9 +914,17 @@ def _long_words(d: Dice) -> Code:
 
 
 # -------------------------------------------------------------------------------------------------
-# chat: each form returns (record, sentences: for each place several wordings)
+# chat: each form returns (record, sentences: for each place its wording in each of three voices).
+# A document keeps its voice: who has read its first words knows how it goes on.
 
 Chat = tuple[dict[str, Any], list[list[str]]]
+VOICES = range(3)
+
+
+def _two(d: Dice, items: Sequence[str]) -> tuple[str, str]:
+    """Two items with different initials: a reader tells Mia from Tom sooner than from Max."""
+    first = d.choice(items)
+    return first, d.choice([item for item in items if item[0] != first[0]])
 
 
 def _person(d: Dice) -> Chat:
@@ -923,28 +933,27 @@ def _person(d: Dice) -> Chat:
         d.choice(CITIES),
         d.number(20, 79),
         d.choice(JOBS),
-        d.sample(THINGS, 2),
+        _two(d, THINGS),
     )
     k = d.choice(ANIMALS)
     return {"name": n, "city": c, "age": a, "job": j, "likes": [x, y], "pet": k}, [
         [
             f"{n} is a {a} year old {j} who lives in {c}.",
             f"In {c} there is a {j} called {n}, who is {a} years old.",
-            f"{n} lives in {c}, works as a {j} and is {a} years old.",
             f"At the age of {a}, {n} works in {c} as a {j}.",
         ],
         [
             f"{n} likes {x} and {y}.",
-            f"The favourite things of {n} are {x} and {y}.",
             f"What makes {n} happy are {x} and {y}.",
+            f"The favourite things of {n} are {x} and {y}.",
         ],
-        [f"A {k} lives in the same house.", f"At home there is a {k} too.", f"{n} also has a {k}."],
+        [f"{n} also has a {k}.", f"At home there is a {k} too.", f"A {k} lives in the same house."],
     ]
 
 
 def _pet(d: Dice) -> Chat:
     (n, p), k, col, a, x = (
-        d.sample(NAMES, 2),
+        _two(d, NAMES),
         d.choice(ANIMALS),
         d.choice(COLOURS),
         d.number(2, 19),
@@ -998,8 +1007,8 @@ def _book(d: Dice) -> Chat:
 
 def _trip(d: Dice) -> Chat:
     (n, m), (x, y), v, day, h, e = (
-        d.sample(NAMES, 2),
-        d.sample(CITIES, 2),
+        _two(d, NAMES),
+        _two(d, CITIES),
         d.choice(VEHICLES),
         d.choice(DAYS),
         d.number(2, 12),
@@ -1016,7 +1025,7 @@ def _trip(d: Dice) -> Chat:
         "guest": m,
     }, [
         [
-            f"On {day} {n} travels from {x} to {y} by {v}.",
+            f"From {x} to {y}, {n} travels by {v} on {day}.",
             f"{n} leaves {x} on {day} and goes to {y} by {v}.",
             f"By {v}, {n} goes from {x} to {y} on {day}.",
         ],
@@ -1025,7 +1034,11 @@ def _trip(d: Dice) -> Chat:
             f"It costs {e} euros and lasts {h} hours.",
             f"After {h} hours and for {e} euros the trip is done.",
         ],
-        [f"A guest comes too: {m}.", f"The guest on this trip is {m}.", f"{n} takes {m} along."],
+        [
+            f"A guest comes too: {m}.",
+            f"The guest on this trip is {m}.",
+            f"The guest is called {m}.",
+        ],
     ]
 
 
@@ -1062,7 +1075,7 @@ def _weather(d: Dice) -> Chat:
 def _order(d: Dice) -> Chat:
     n, (x, y), a, b, day, c = (
         d.choice(NAMES),
-        d.sample(THINGS, 2),
+        _two(d, THINGS),
         d.number(2, 19),
         d.number(20, 60),
         d.choice(DAYS),
@@ -1092,7 +1105,7 @@ def _order(d: Dice) -> Chat:
 
 
 def _match(d: Dice) -> Chat:
-    (x, y), s, day, c = d.sample(NAMES, 2), d.choice(SPORTS), d.choice(DAYS), d.choice(CITIES)
+    (x, y), s, day, c = _two(d, NAMES), d.choice(SPORTS), d.choice(DAYS), d.choice(CITIES)
     b = d.number(2, 12)
     a, p = b + d.number(1, 9), d.number(30, 99)
     return {
@@ -1220,23 +1233,6 @@ FORMS: dict[str, dict[str, Form]] = {
         "meeting": _meeting,
     },
 }
-_LEXICON = frozenset(
-    NAMES
-    + CITIES
-    + THINGS
-    + JOBS
-    + ANIMALS
-    + COLOURS
-    + DAYS
-    + SKIES
-    + TITLE_FIRST
-    + TITLE_LAST
-    + TOPICS
-    + ROOMS
-    + VEHICLES
-    + SPORTS
-    + ["north", "south", "east", "west"]
-)
 _TASKS = (
     "Write a function {name} that {does}. Then show {call}.",
     "Define {name}, a function that {does}. Show what {call} gives.",
@@ -1291,8 +1287,11 @@ def _build(kind: str, form: str, dice: Dice) -> Document:
         )
     else:
         record, sentences = drawn
-        lines = [" ".join(dice.choice(wordings) for wordings in sentences)]
+        voice = dice.choice(VOICES)
+        lines = [" ".join(wordings[voice] for wordings in sentences)]
         prompt = f"Record: {json.dumps(record)}\nIn words:"
+        told = tuple(map(tuple, sentences))
+        return Document(kind, form, prompt, "\n" + "\n".join(lines), told)
     return Document(kind, form, prompt, "\n" + "\n".join(lines))
 
 
@@ -1353,21 +1352,6 @@ def documents(split: str, seed: int = 0, kinds: Sequence[str] = KINDS) -> Iterat
     return (document(kind, split, index, seed) for index in itertools.count() for kind in kinds)
 
 
-def _values(record: Any) -> list[str]:
-    """All words and numbers of a record's values, as text."""
-    if isinstance(record, dict):
-        return [part for value in record.values() for part in _values(value)]
-    if isinstance(record, list):
-        return [part for value in record for part in _values(value)]
-    return re.findall(r"[A-Za-z]+|\d+", str(record))
-
-
-def _facts(prompt: str) -> set[str]:
-    record = json.loads(prompt[len("Record: ") : prompt.rindex("\nIn words:")])
-    inner = [key for value in record.values() if isinstance(value, dict) for key in value]
-    return set(_values(record) + inner)
-
-
 def _program(text: str) -> tuple[str, list[str]] | None:
     """A code answer's syntax tree without docstrings, and its lines from `>>>` on without looks."""
     source, mark, rest = without_looks(text.strip()).partition("\n>>> ")
@@ -1389,9 +1373,8 @@ def is_right(document: Document, continuation: str) -> bool:
     - code: the program is the document's own, docstring and layout aside (same syntax tree), and
       after it come exactly the call that was asked for and its true result. Another right program
       counts as wrong. The comment behind the call is not looked at.
-    - chat: every word and number of the record's values is said, and no other number and no other
-      name, city, thing or other word of the world's lists. Who did what to whom is not looked at:
-      two swapped numbers pass.
+    - chat: the record's facts in the world's own wordings, sentence by sentence; the voice may
+      change between them. Two swapped numbers are wrong, and so are other words.
 
     Args:
         document: the document whose prompt was continued.
@@ -1403,8 +1386,5 @@ def is_right(document: Document, continuation: str) -> bool:
         return bool(said) and said[-1] == true[-1]
     if document.kind == "code":
         return _program(text) is not None and _program(text) == _program(document.answer)
-    facts = _facts(document.prompt)
-    said_words = set(re.findall(r"[A-Za-z]+|\d+", text))
-    return facts <= said_words and all(
-        w in facts for w in said_words if w.isdigit() or w in _LEXICON
-    )
+    tellings = itertools.product(*document.wordings)
+    return text.strip() in {" ".join(sentences) for sentences in tellings}
