@@ -102,8 +102,8 @@ picture
 # ## 3 · In which arithmetic?
 #
 # "The output does not change" holds in exact arithmetic. How near does this target come to a tie? A
-# chat prompt allows several wordings, so here the choice is closer than in code. **Predict:** where
-# in a sentence will the gap between the two best logits be small?
+# chat answer may be told in one of three voices, which begin with different words, so here there is
+# a choice. **Predict:** at which tokens will the gap between the two best logits be small?
 
 # %% tags=["volatile"]
 def gaps(model, tokens):
@@ -139,10 +139,10 @@ print(f"bfloat16 chooses another token at {len(flips)} of {n} places")
 Picture(figure, f"smallest gap {min(gap):.2g}; the two precisions differ by up to {worst:.1g}")
 
 # %% [markdown]
-# *What to see.* Most tokens are decided by a wide margin, some narrowly. Between the precisions a
-# gap moves a little. Wherever it is smaller than that movement, a bfloat16 model may choose another
-# token than itself in another batch size, and from there on the two texts part. Both are the
-# target's own words. So the specs of this course compare tokens in float64 and float32, where such
-# ties are rare.
+# *What to see.* Nearly all tokens are decided by a wide margin. Only the first word is not: it
+# chooses the voice, and the rest follows. Between the precisions a gap moves a little. Wherever it
+# is smaller than that movement, a bfloat16 model may choose another token than itself in another
+# batch size, and from there on the two texts part. Both are the target's own words. So the specs of
+# this course compare tokens in float64 and float32, where such ties are rare.
 #
 # **Try it.** Take the code prompt of part 1 again. Where is the target least sure there?
