@@ -293,7 +293,7 @@ picture.figure.axes[0].set_ylim(0, 1.02)
 picture
 
 # %% [markdown]
-# *What to see.* Three nearly level lines: after 3900 updates with the chain, guess 7 is hardly
+# *What to see.* Three nearly level lines: after 4500 updates with the chain, guess 7 is hardly
 # worse than guess 1, and sixteen more updates of either sort do not undo that. (A longer run is not
 # measured here. One expects the first step alone to wear the later ones down, because it does
 # nothing for rows that read the layer's own output.) Every chain is given the true tokens here, so

@@ -43,6 +43,9 @@ ORDER = Document(
         ("The price is 70 euros.", "Eva pays 70 euros for it."),
     ),
 )
+PEOPLE = {  # the forms with two people, and where their record names them
+    "pet": ("owner", "called"), "trip": ("traveller", "guest"), "match": ("winner", "loser"),
+}
 
 
 def some(kind, split="train", count=400, seed=0):
@@ -227,9 +230,7 @@ def test_looks_are_true_and_lead_to_the_result():
 
 def test_a_sentence_with_two_people_begins_with_one_of_them_only():
     """Who writes the name first and must then find out whose it was says "Mia lost to Mia"."""
-    people = {"pet": ("owner", "called"), "trip": ("traveller", "guest"),
-              "match": ("winner", "loser")}
-    for form, (first, second) in people.items():
+    for form, (first, second) in PEOPLE.items():
         record, places = world.FORMS["chat"][form](world.Dice(form))
         for wordings in places:
             begun = {key for text in wordings for key in (first, second)
@@ -258,11 +259,9 @@ def test_the_first_word_tells_the_voice():
 
 def test_what_a_reader_could_mix_up_differs_in_its_first_letter():
     """Two people, cities or things of one record have different initials."""
-    pairs = {"pet": ("owner", "called"), "trip": ("traveller", "guest"),
-             "match": ("winner", "loser")}
     for made in some("chat", count=800):
         record = json.loads(made.prompt.split("\n")[0].removeprefix("Record: "))
-        both = [record[key] for key in pairs.get(made.form, ())]
+        both = [record[key] for key in PEOPLE.get(made.form, ())]
         both += record.get("likes", []) + list(record.get("order", {}))
         for one, other in zip(both[::2], both[1::2], strict=True):
             assert one[0] != other[0], made.prompt
