@@ -37,7 +37,7 @@ lab: $(VENV)/.ready-notebooks  ## open the notebooks
 	$(VENV)/bin/jupyter lab notebooks
 
 notebooks: $(VENV)/.ready-notebooks  ## run every notebook again and compare
-	$(PY) -m minidflash.kit.notebooks check
+	$(PY) -m minidflash.kit.notebooks check --jobs 2
 
 notebooks-build: $(VENV)/.ready-notebooks  ## write the executed notebooks
 	$(PY) -m minidflash.kit.notebooks build

@@ -140,3 +140,39 @@ def test_no_notebook_at_all_is_fine_and_an_unknown_one_is_not(tmp_path, capsys):
     assert notebooks.main(["check", "--folder", str(tmp_path)]) == 0
     assert notebooks.main(["check", "07_attic", "--folder", str(tmp_path)]) == 2
     assert "07_attic" in capsys.readouterr().err
+
+
+MEETING = """# %%
+import os, pathlib, time
+pathlib.Path("{me}.here").touch()
+for _ in range(200):
+    if pathlib.Path("{other}.here").exists():
+        break
+    time.sleep(0.1)
+else:
+    raise TimeoutError("nobody else came")
+print(os.environ["OMP_NUM_THREADS"], "thread")
+"""
+
+
+def test_two_notebooks_are_checked_at_a_time_with_one_thread_each(tmp_path, capsys):
+    """With two jobs two kernels run side by side, and each finding still counts."""
+    for me, other, says in (("01_a", "02_b", "1"), ("02_b", "01_a", "2")):
+        source = tmp_path / f"{me}.py"
+        source.write_text(MEETING.format(me=me, other=other))
+        page = notebooks.read(source)
+        page.cells[0].execution_count = 1
+        text = f"{says} thread\n"
+        page.cells[0].outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)]
+        source.with_suffix(".ipynb").write_text(nbformat.writes(page))
+    assert notebooks.main(["check", "--jobs", "2", "--folder", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "01_a: agrees" in said and "02_b: FAILED" in said and "1 of 2 notebooks agree" in said
+    assert "-stdout: 2 thread" in said and "+stdout: 1 thread" in said
+
+
+@pytest.mark.parametrize("jobs", [["check", "--jobs", "0"], ["build", "--jobs", "2"]])
+def test_pages_are_built_one_at_a_time(tmp_path, capsys, jobs):
+    """No jobs at all, or two builds that would spoil each other's times, are refused."""
+    assert notebooks.main([*jobs, "--folder", str(tmp_path)]) == 2
+    assert "--jobs is at least 1" in capsys.readouterr().err

@@ -13,7 +13,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def read(source: Path) -> Any:
     return notebook
 
 
-def execute(source: Path, cell_seconds: int = 300) -> Any:
+def execute(source: Path, cell_seconds: int = 300, env: Mapping[str, str] = os.environ) -> Any:
     """Run a source in its own folder and return the normalised notebook.
 
     Raises:
@@ -64,7 +65,7 @@ def execute(source: Path, cell_seconds: int = 300) -> Any:
     from nbclient import NotebookClient
 
     notebook = read(source)
-    here = {"PYTHONPATH": os.pathsep.join([str(HOUSE), os.environ.get("PYTHONPATH", "")])}
+    here = {"PYTHONPATH": os.pathsep.join([str(HOUSE), env.get("PYTHONPATH", "")])}
     quiet = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     NotebookClient(
         notebook,
@@ -72,7 +73,7 @@ def execute(source: Path, cell_seconds: int = 300) -> Any:
         kernel_name="python3",
         record_timing=False,
         resources={"metadata": {"path": str(source.parent)}},
-    ).execute(env={**os.environ, **here, **quiet})
+    ).execute(env={**env, **here, **quiet})
     for count, cell in enumerate((c for c in notebook.cells if c.cell_type == "code"), 1):
         cell.outputs = _normalise(cell.outputs)
         cell.execution_count = count
@@ -175,7 +176,7 @@ def compare(old: Any, new: Any) -> list[str]:
     return differences
 
 
-def check(source: Path) -> list[str]:
+def check(source: Path, env: Mapping[str, str] = os.environ) -> list[str]:
     """What is wrong with a page: `pairing`, or else what a new run prints differently."""
     import nbformat
     from nbclient.exceptions import CellExecutionError
@@ -184,7 +185,7 @@ def check(source: Path) -> list[str]:
     if wrong:
         return wrong
     try:
-        new = execute(source)
+        new = execute(source, env=env)
     except CellExecutionError as error:
         return [f"a cell failed:\n{ESCAPE.sub('', str(error))}"]
     return compare(nbformat.read(source.with_suffix(".ipynb"), as_version=4), new)
@@ -198,22 +199,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("action", choices=("build", "check"))
     parser.add_argument("name", nargs="*", help="such as 07_verify; all if none is given")
     parser.add_argument("--folder", type=Path, default=HOUSE / "notebooks")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="check so many at a time")
     args = parser.parse_args(argv)
     try:
+        if args.jobs < 1 or (args.jobs > 1 and args.action == "build"):
+            raise ValueError("--jobs is at least 1, and 1 for build: a page shows how long it took")
         found = sources(args.folder, args.name)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    failed = 0
-    for source in found:
+    # Kernels side by side get one thread each: two with two threads each would wait for each other.
+    env = os.environ | ({"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {})
+
+    def run(source: Path) -> bool:
+        """Build or check one notebook and print what came of it; False if it failed."""
         begin = time.perf_counter()
         if args.action == "build":
-            word = "written" if build(source) else "unchanged"
+            wrong, word = [], "written" if build(source) else "unchanged"
         else:
-            wrong = check(source)
-            failed += bool(wrong)
+            wrong = check(source, env)
             word = "\n".join(["FAILED", *wrong]) if wrong else "agrees"
         print(f"{source.stem}: {word} ({time.perf_counter() - begin:.0f} s)", flush=True)
+        return not wrong
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        failed = list(pool.map(run, found)).count(False)
     done = "built" if args.action == "build" else "agree"
     print(f"{len(found) - failed} of {len(found)} notebooks {done}")
     return 1 if failed else 0
