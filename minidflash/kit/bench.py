@@ -473,21 +473,6 @@ def text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def scores(report: Mapping[str, Any], decoder: str = "dflash") -> dict[str, Any]:
-    """What lies beside a shipped model as `scores.json`: by kind, with the control next to it."""
-    kept = ("identical", "tau", "distinct4", "target_forwards", "tokens", "speedup")
-    found: dict[str, Any] = {}
-    for kind, by in [*report["by_kind"].items(), ("overall", report["overall"])]:
-        found[kind] = {key: _rounded(by[decoder][key]) for key in kept}
-        if "n-gram" in by:
-            found[kind]["ngram_tau"] = _rounded(by["n-gram"]["tau"])
-    return found
-
-
-def _rounded(value: Any) -> Any:
-    return round(value, 3) if isinstance(value, float) else value
-
-
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m minidflash bench`."""
     parser.add_argument("--model", default="tiny", help="tiny, a folder or a hub id")
@@ -635,6 +620,10 @@ def oracle(report: Mapping[str, Any], command: str = "") -> dict[str, Any]:
                    "prompts": f["prompts"]}
             for name, f in report["overall"].items()},
     }
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 3) if isinstance(value, float) else value
 
 
 def write(path: str | Path, report: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How every shipped model was made: one function and one command each, from a seed to weights.
+"""How every shipped model was made: one function and one command for each kind.
 
     python -m minidflash train target  DIR      the Qwen3-shaped target, on world and wild text
     python -m minidflash train dflash  DIR      a DFlash drafter, on text that the target writes
@@ -6,6 +6,8 @@
 
 A run that is stopped goes on when the same command is given again. Several processes share the
 work under `torchrun --nproc-per-node N -m minidflash train ...`; each gradient is then the sum.
+The shipped weights went through several such runs, each from the weights of the one before: every
+`recipe.json` beside them lists its own (docs/shipped-models.md tells why).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How the shipped block-diffusion model was made: chapter 06's training pass, from a seed on.
+"""How the shipped block-diffusion model was made: chapter 06's training pass, from the target.
 
     python -m minidflash train block  DIR
 

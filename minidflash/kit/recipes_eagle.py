@@ -1,4 +1,4 @@
-"""How the shipped EAGLE head was made: one command, from the target's own text to weights.
+"""How the shipped EAGLE head was made: on the target's own text, in the stages of its recipe.json.
 
     python -m minidflash.kit.recipes_eagle DIR --text TEXT_DIR
 

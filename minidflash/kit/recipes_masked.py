@@ -1,4 +1,4 @@
-"""How the shipped masked diffusion model was made: chapter 05's MaskPredictor, from a seed.
+"""How the shipped masked diffusion model was made: chapter 05's MaskPredictor, from the target.
 
     python -m minidflash train masked  DIR
 
