@@ -58,10 +58,22 @@ def test_a_warm_start_computes_what_the_layer_did(target):
     assert torch.equal(model.logits(hidden, target.head), target.head(target.model.norm(hidden)))
 
 
+@pytest.mark.parametrize("tap, layer", [(0, 1), (1, 3), (2, 5)])
+def test_a_warm_start_reads_the_tap_that_is_asked_for(target, tap, layer):
+    """Whatever tap a warm start reads, `fc` gives that tap's hidden state and no other's."""
+    ids = torch.tensor([[5, 6, 7, 8]])
+    model = recipes_eagle.new_eagle(target, (1, 3, 5), warm=4, warm_tap=tap)
+    features = target.forward(ids, taps=(1, 3, 5))[1]
+    assert torch.equal(model.fc(features), target.hidden_states(ids)[layer + 1])
+
+
 def test_a_warm_start_from_no_layer_is_refused(target):
-    """A layer that the target has not is refused."""
+    """A layer that the target has not, and a tap that the head has not, are refused."""
     with pytest.raises(ValueError, match=r"layer=7 must be one of the target's, 0 .. 6"):
         recipes_eagle.new_eagle(target, warm=7)
+    for tap in (-1, 3):
+        with pytest.raises(ValueError, match=rf"tap={tap} is none of the head's taps, 0 .. 2"):
+            recipes_eagle.new_eagle(target, warm=4, warm_tap=tap)
 
 
 def test_a_cold_start_depends_on_the_seed_alone(target):
@@ -133,6 +145,23 @@ def test_a_run_may_go_on_from_a_head(target, tmp_path, few_prompts):
     with pytest.raises(ValueError, match=r"reads the layers \(1, 2, 3\), not \(1, 3\)"):
         recipes_eagle.train_eagle(tmp_path / "b", target, load_tokenizer(), start=start,
                                   taps=(1, 3), **options)
+
+
+def test_a_run_begins_with_the_tap_that_is_asked_for(target, tmp_path, few_prompts):
+    """`--warm-tap 0` begins with the first tap, no option with the last."""
+    rows = [{"ids": list(range(2, 14)), "prompt": 4}] * 2
+    (tmp_path / "text.0-of-1.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    parser = argparse.ArgumentParser()
+    recipes_eagle.arguments(parser)
+    for words, block in ((["--warm-tap", "0"], 0), ([], 2)):
+        asked = vars(parser.parse_args([str(tmp_path / str(block)), *words]))
+        model = recipes_eagle.train_eagle(
+            tmp_path / str(block), target, load_tokenizer(), steps=1, lr=1e-9, batch=2, unrolled=1,
+            text=tmp_path, warm=4, warm_tap=asked["warm_tap"],
+        )  # fmt: skip
+        due = torch.zeros(32, 3, 32)
+        due[:, block] = torch.eye(32)
+        assert torch.allclose(model.fc.weight, due.flatten(1), atol=1e-6)
 
 
 def test_the_command_trains_saves_and_scores(tmp_path, monkeypatch):

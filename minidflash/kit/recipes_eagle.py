@@ -36,15 +36,23 @@ from minidflash.train import TrainSettings, fit
 
 
 @torch.no_grad()
-def warm_start(model: EagleModel, target: Qwen3, layer: int) -> None:
-    """Begin as one of the target's layers, reading the last tap; tokens have no effect at first.
+def warm_start(
+    model: EagleModel, target: Qwen3, layer: int, tap: int | None = None
+) -> None:
+    """Begin as one of the target's layers; tokens have no effect at first.
+
+    `fc` picks tap number `tap`, the last if not given: best is what entered the layer.
 
     Raises:
-        ValueError: the target has no such layer.
+        ValueError: the target has no such layer, or the head no such tap.
     """
     depth, W = target.config.num_hidden_layers, target.config.hidden_size
     if not 0 <= layer < depth:
         raise ValueError(f"layer={layer} must be one of the target's, 0 .. {depth - 1}")
+    last = len(model.taps) - 1
+    tap = last if tap is None else tap
+    if not 0 <= tap <= last:
+        raise ValueError(f"warm start: {tap=} is none of the head's taps, 0 .. {last}")
     source = target.model.layers[layer]
     for name in ("q_proj", "k_proj", "v_proj"):
         mine, theirs = getattr(model.self_attn, name), getattr(source.self_attn, name)
@@ -59,14 +67,14 @@ def warm_start(model: EagleModel, target: Qwen3, layer: int) -> None:
     model.norm.load_state_dict(target.model.norm.state_dict())
     if isinstance(model.fc, nn.Linear):
         model.fc.weight.zero_()
-        model.fc.weight[:, -W:] = torch.eye(W)
+        model.fc.weight.unflatten(1, (last + 1, W))[:, tap] = torch.eye(W)
 
 
 def new_eagle(
     target: Qwen3, taps: Sequence[int] | None = None, warm: int | None = None, seed: int = 0,
-    t2d: Tensor | None = None,
+    t2d: Tensor | None = None, warm_tap: int | None = None,
 ) -> EagleModel:
-    """An untrained head: random, or begun as the target's layer `warm`."""
+    """An untrained head: random, or begun as the target's layer `warm`, reading `warm_tap`."""
     model = EagleModel(target.config, tuple(taps or eagle_taps(target.config.num_hidden_layers)),
                        t2d)
     generator = torch.Generator().manual_seed(seed)
@@ -74,7 +82,7 @@ def new_eagle(
         if p.ndim == 2:
             nn.init.normal_(p, std=p.shape[1] ** -0.5, generator=generator)
     if warm is not None:
-        warm_start(model, target, warm)
+        warm_start(model, target, warm, warm_tap)
     return model
 
 
@@ -95,7 +103,7 @@ def train_eagle(
     batch: int = 16, taps: Sequence[int] | None = None, unrolled: int = 7, warm: int | None = 21,
     block_size: int = 8, start: Path | None = None, text: Path | None = None, world: int = 3000,
     wild: int = 1500, temperatures: Sequence[float] = TEMPERATURES, seed: int = 0,
-    bf16: bool = False, measure_every: int = 100, **settings: Any,
+    bf16: bool = False, measure_every: int = 100, warm_tap: int | None = None, **settings: Any,
 ) -> EagleModel:
     """Text by the target, its features, room 09's loss in room 15's loop; tau on the way.
 
@@ -119,12 +127,13 @@ def train_eagle(
         seed: of everything.
         bf16: autocast; on the CPU of the shipped run, AMX and all, a step took longer with it.
         measure_every: steps between measurements.
+        warm_tap: which of the taps a warm start reads, from 0; the last if not given.
         settings: further ones of TrainSettings.
     """
     ranks, rank = processes()
     rows = read_text(text) if text else drafter_text(
         target, tokenizer, world, wild, temperatures, seed, directory)
-    model = new_eagle(target, taps, warm, seed)
+    model = new_eagle(target, taps, warm, seed, warm_tap=warm_tap)
     if start is not None:
         head = load_eagle(start)
         if head.taps != model.taps:
@@ -157,6 +166,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--taps", type=int, nargs="+", help="layers to read; default EAGLE-3's")
     parser.add_argument("--unrolled", type=int, default=7, help="steps of the training-time test")
     parser.add_argument("--warm", type=int, default=21, help="the target's layer to begin as")
+    parser.add_argument("--warm-tap", type=int, metavar="N",
+                        help="warm start reading tap N, from 0; last if not given")
     parser.add_argument("--cold", action="store_true", help="random start instead")
     parser.add_argument("--from-weights", type=Path, dest="start", metavar="DIR",
                         help="go on from this head")
