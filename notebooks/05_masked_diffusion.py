@@ -253,10 +253,10 @@ print(table(["steps", "tokens a step", "right, low confidence", "right, random"]
 # What to see: one-step texts cost the target most, because slots that were filled together clash,
 # and both curves fall with more steps. With few steps the lottery is *better*: the surest places
 # lie side by side, and neighbours filled in one step clash most. (So we think; section 4 shows the
-# clusters.) With many steps the surest win. A low NLL is no proof of quality, since a wrong sum in
-# good English is cheap. That is why the table stands beside it, and it is sobering. Eight questions
-# are few. Whoever trained the shipped model asked forty of each kind, and wrote the shares down
-# beside the weights:
+# clusters.) With many steps the two are about equal. A low NLL is no proof of quality, since a
+# wrong sum in good English is cheap. That is why the table stands beside it, and it is sobering.
+# Eight questions are few, and one right answer more is no difference. Whoever trained the shipped
+# model asked forty of each kind, and wrote the shares down beside the weights:
 
 # %%
 scores = {name.replace(", by steps", ""): found
@@ -266,9 +266,9 @@ curves({name: ([int(n) for n in found], [100 * x for x in found.values()])
        title="Unseen documents answered right")
 
 # %% [markdown]
-# What to see: in one step nothing is right, and every right answer more is paid for with steps. The
-# curves are low, because the model is small, and rise at the right. One answer of forty is 2.5 per
-# cent, so do not read the small wiggles.
+# What to see: in one step nothing is right, and what is right later is paid for with steps. All
+# curves are low, because the model is small. One answer of forty is 2.5 per cent, so do not read
+# the small wiggles: only that one step is not enough.
 #
 # ## 7 · One step
 #

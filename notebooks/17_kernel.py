@@ -155,7 +155,7 @@ picture.figure.legends[0].get_texts()[0].set_text("not read")
 picture
 
 # %% [markdown]
-# Ten tiles of sixteen; the last is half empty and masked inside. Splits get whole tiles,
+# Ten tiles of sixteen; the last is more than half empty and masked inside. Splits get whole tiles,
 # and the last one what is left. A window moves the beginning: nothing in front of it is read.
 #
 # The same kernel trains many blocks over one context. Each row is a block with its anchor.
