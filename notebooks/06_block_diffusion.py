@@ -200,9 +200,10 @@ show.curves(series, xlabel="block length L", ylabel="ms of one core per token",
             title="Steps, not blocks, cost time")
 
 # %% [markdown]
-# *What to see.* With a pass per slot, L hardly matters: L = 1 pays two passes per token (a noisy
-# one and a clean one), L = 16 a little more than one. Time falls only where steps are fewer than
-# slots. So what do few steps do to the text? That is part 6.
+# *What to see.* With a pass per slot, longer blocks save one thing: L = 1 pays two passes per token
+# (a noisy one and a clean one), L = 16 a little more than one. From there on time falls with the
+# steps: a step fills several slots at once, and one in which no slot falls due costs no pass. So
+# what do few steps do to the text? That is part 6.
 #
 # ## 4 · Noise levels and the variance of the loss
 #
@@ -258,7 +259,8 @@ print(show.table(["range of t", *columns],
 #
 # The shipped model serves four block lengths: the length was drawn anew for each batch. (The paper
 # trains one model for each.) Its recipe measured nats per token of unseen answers, over *all* noise
-# levels, twelve rows of each kind; `python -m minidflash train block` measures them again.
+# levels, twelve rows of each kind. The target beside it is the one that it began from. (`python -m
+# minidflash train block` trains another from today's target, and measures it likewise.)
 
 # %%
 scores = models.recipe("block")["scores"]

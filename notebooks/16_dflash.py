@@ -34,8 +34,8 @@ print(f"target: {target.config.num_hidden_layers} layers, drafter: {layers}, B =
 # %% tags=["volatile"]
 (asked,) = prompts(1, kinds=["code"])
 ids = pair.encode(asked.text)
-run = generate(target, model, ids, 96, stop_ids=stop_ids)
-assert run.tokens == greedy(target, ids, 96, stop_ids), "the output must be plain greedy's"
+run = generate(target, model, ids, 176, stop_ids=stop_ids)
+assert run.tokens == greedy(target, ids, 176, stop_ids), "the output must be plain greedy's"
 print(asked.text + pair.decode(run.tokens))
 print(f"--- {len(run.tokens)} tokens, {run.target_forwards} target forwards, "
       f"tau = {run.acceptance_length:.3g}")
@@ -44,9 +44,10 @@ print(f"--- {len(run.tokens)} tokens, {run.target_forwards} target forwards, "
 rounds(run, tokenizer, "Each row: one draft, one verification")
 
 # %% [markdown]
-# Look at what stands in the purple + places, where a guess failed. Often it is the token that
-# *decides* something: a number, a name, an operator. What follows from a decision is easy to
-# guess.
+# Look at what stands in the purple + places, where a guess failed. The function and its docstring
+# follow from the task and pass in whole blocks. Drafts break off in the call and the comment behind
+# it: at a piece of a word that is being copied (`l`, `p`), and where it must be known whether the
+# list goes on or ends. What follows from such a decision is easy to guess again.
 #
 # ## 2 · Both caches in step
 #
@@ -133,7 +134,9 @@ survival(by_kind["DFlash"], "Share of rounds in which slot k is kept")
 # %% [markdown]
 # A slot is kept only if all slots before it are, so the curve can only fall. The steepest step
 # tells which place is hardest. A cliff at slot 1 that later slots do not share would be a sign of
-# a fault: a context that lacks the newest positions, for example. Let us make such faults.
+# a fault: a context that lacks the newest positions, for example. (The cliff that chat may have at
+# slot 1 is none: its answer's first word chooses one of three voices, and nobody can know which.
+# Notebook 03 shows the same place.) Let us make such faults.
 #
 # ## 5 · Break it on purpose
 #
