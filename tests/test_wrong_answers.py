@@ -19,8 +19,8 @@
 #
 # Trying one room:  pytest tests/test_wrong_answers.py -k verify
 #
-# `make gate` tries all of them. CI, which has 25 minutes for everything, tries every third one and
-# every blank exercise (GATE_EVERY=3). GATE_SEED=3 lets hypothesis draw other examples than always:
+# `make gate` tries all of them. CI, which has 25 minutes for everything, tries every fourth one and
+# every blank exercise (GATE_EVERY=4). GATE_SEED=3 lets hypothesis draw other examples than always:
 # what is then noticed no more was noticed by luck, and wants a test that always looks there.
 
 import functools
