@@ -72,7 +72,7 @@ def test_a_warm_start_from_no_layer_is_refused(target):
     with pytest.raises(ValueError, match=r"layer=7 must be one of the target's, 0 .. 6"):
         recipes_eagle.new_eagle(target, warm=7)
     for tap in (-1, 3):
-        with pytest.raises(ValueError, match=rf"tap={tap} is none of the head's taps, 0 .. 2"):
+        with pytest.raises(ValueError, match=rf"tap={tap} is none of the drafter's taps, 0 .. 2"):
             recipes_eagle.new_eagle(target, warm=4, warm_tap=tap)
 
 

@@ -288,6 +288,20 @@ def bf16_option(parser: argparse.ArgumentParser) -> None:
 
 
 @torch.no_grad()
+def pick_tap(fc: nn.Linear, taps: int, tap: int | None = None) -> None:
+    """Let `fc` [W, taps W] pass on one tap unchanged and ignore the others; the last if not given.
+
+    Raises:
+        ValueError: there is no such tap.
+    """
+    tap = taps - 1 if tap is None else tap
+    if not 0 <= tap < taps:
+        raise ValueError(f"warm start: {tap=} is none of the drafter's taps, 0 .. {taps - 1}")
+    fc.weight.zero_()
+    fc.weight.unflatten(1, (taps, -1))[:, tap] = torch.eye(len(fc.weight))
+
+
+@torch.no_grad()
 def warm_start(
     model: DraftModel, target: Qwen3, stride: int = 1, tap: int | None = None
 ) -> None:
@@ -309,15 +323,10 @@ def warm_start(
     if stride < 1 or first < 0:
         raise ValueError(f"warm start: {stride=} must be at least 1, and {c.num_hidden_layers} such"
                          f" steps must fit into {t.num_hidden_layers} layers")
-    last = len(c.target_layer_ids) - 1
-    tap = last if tap is None else tap
-    if not 0 <= tap <= last:
-        raise ValueError(f"warm start: {tap=} is none of the drafter's taps, 0 .. {last}")
+    pick_tap(model.fc, len(c.target_layer_ids), tap)
     borrowed = target.model.layers[first::stride]
     for mine, theirs in zip(model.layers, borrowed, strict=True):
         mine.load_state_dict(theirs.state_dict())
-    model.fc.weight.zero_()
-    model.fc.weight.unflatten(1, (last + 1, -1))[:, tap] = torch.eye(t.hidden_size)
     model.hidden_norm.load_state_dict(borrowed[0].input_layernorm.state_dict())
     model.norm.load_state_dict(target.model.norm.state_dict())
 

@@ -25,6 +25,7 @@ from minidflash.kit.recipes import (
     TEMPERATURES,
     TextWithFeatures,
     drafter_text,
+    pick_tap,
     processes,
     read_text,
     write_scores,
@@ -36,9 +37,7 @@ from minidflash.train import TrainSettings, fit
 
 
 @torch.no_grad()
-def warm_start(
-    model: EagleModel, target: Qwen3, layer: int, tap: int | None = None
-) -> None:
+def warm_start(model: EagleModel, target: Qwen3, layer: int, tap: int | None = None) -> None:
     """Begin as one of the target's layers; tokens have no effect at first.
 
     `fc` picks tap number `tap`, the last if not given: best is what entered the layer.
@@ -49,10 +48,8 @@ def warm_start(
     depth, W = target.config.num_hidden_layers, target.config.hidden_size
     if not 0 <= layer < depth:
         raise ValueError(f"layer={layer} must be one of the target's, 0 .. {depth - 1}")
-    last = len(model.taps) - 1
-    tap = last if tap is None else tap
-    if not 0 <= tap <= last:
-        raise ValueError(f"warm start: {tap=} is none of the head's taps, 0 .. {last}")
+    if isinstance(model.fc, nn.Linear):
+        pick_tap(model.fc, len(model.taps), tap)
     source = target.model.layers[layer]
     for name in ("q_proj", "k_proj", "v_proj"):
         mine, theirs = getattr(model.self_attn, name), getattr(source.self_attn, name)
@@ -65,9 +62,6 @@ def warm_start(
     model.hidden_norm.load_state_dict(source.input_layernorm.state_dict())
     model.input_layernorm.load_state_dict(target.model.layers[0].input_layernorm.state_dict())
     model.norm.load_state_dict(target.model.norm.state_dict())
-    if isinstance(model.fc, nn.Linear):
-        model.fc.weight.zero_()
-        model.fc.weight.unflatten(1, (last + 1, W))[:, tap] = torch.eye(W)
 
 
 def new_eagle(
